@@ -1,0 +1,162 @@
+"""Firing counts on disk: the format that ``pi-profile`` writes and the solver reads.
+
+    activation/activation_{i}.pt   torch.save of one int64 tensor [neurons of layer i]: on how many tokens each fired
+    activation/profile.json        "format" "powerinfer-toolkit/activation", "version" 1, "fingerprint" of the model,
+                                   "tokens" counted, "corpus", "window", "dtype" computed in, "firing_threshold" (a
+                                   neuron fires above it), "firing_share" per layer
+
+The ``.pt`` files are PowerInfer's format, which allows any numeric dtype and has no ``profile.json``: such a directory
+is accepted, checked by shapes, and its counts are relative (``tokens`` None). Layers are read in numeric order.
+"""
+
+import pickle
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .atomic_write import atomic_directory
+from .errors import ActivationStatsError, FingerprintMismatchError, WorkspaceError
+from .json_file import read_json, require_format, write_json
+
+FORMAT, VERSION = "powerinfer-toolkit/activation", 1
+_REMEDY = "run pi-profile to write it again"
+MAX_TENSOR_FILE_BYTES = 64 * 1024 * 1024  # eight million neurons in one layer; nothing real comes near
+
+
+@dataclass(frozen=True)
+class ActivationStats:
+    """Counts of every layer, each [neurons] int64 (or float64 from foreign files), with where they come from."""
+
+    counts: tuple[np.ndarray, ...]
+    fingerprint: str | None
+    tokens: int | None
+    corpus: str | None = None
+    window: int | None = None
+    dtype: str | None = None
+
+    def firing_share(self) -> list[float]:
+        """Per layer the mean share of neurons that fire on a token; raises without a token count."""
+        if self.tokens is None:
+            raise ActivationStatsError(f"the counts come without profile.json, so shares are unknown: {_REMEDY}")
+        return [float(c.sum()) / (len(c) * self.tokens) for c in self.counts]
+
+
+def write(directory: Path, stats: ActivationStats, extra_files: dict[str, bytes] | None = None) -> None:
+    """Replace *directory* as a whole by these counts and *extra_files* (figures); atomic."""
+    import torch
+
+    _validate(stats, [len(c) for c in stats.counts], directory)
+    with atomic_directory(directory) as temporary:
+        for layer, counts in enumerate(stats.counts):
+            torch.save(torch.from_numpy(counts), temporary / f"activation_{layer}.pt")
+        for name, content in (extra_files or {}).items():
+            (temporary / name).write_bytes(content)
+        write_json(
+            temporary / "profile.json",
+            {
+                "format": FORMAT,
+                "version": VERSION,
+                "fingerprint": stats.fingerprint,
+                "tokens": stats.tokens,
+                "corpus": stats.corpus,
+                "window": stats.window,
+                "dtype": stats.dtype,
+                "firing_threshold": 0.0,
+                "firing_share": stats.firing_share(),
+            },
+        )
+
+
+def read(directory: Path, ffn_sizes: Sequence[int], fingerprint: str) -> ActivationStats:
+    """Counts for a model with *ffn_sizes* neurons per layer.
+
+    Raises ``ActivationStatsError`` for missing, foreign or malformed files and ``FingerprintMismatchError`` for the
+    counts of another model. A missing fingerprint passes and leaves ``fingerprint`` None, for the caller to announce.
+    """
+    if not directory.is_dir():
+        raise ActivationStatsError(f"{str(directory)!r} is missing: run pi-profile first")
+    files = numbered_files(directory, "activation", len(ffn_sizes), ActivationStatsError, _REMEDY)
+    about: dict[str, Any] = {}
+    if (directory / "profile.json").exists():
+        about = read_json(directory / "profile.json", ActivationStatsError, _REMEDY)
+        require_format(about, directory / "profile.json", FORMAT, VERSION, ActivationStatsError)
+        tokens = about.get("tokens")
+        if not isinstance(tokens, int) or tokens < 1:
+            raise ActivationStatsError(f"profile.json states {tokens!r} tokens: {_REMEDY}")
+    check_fingerprint(directory, about.get("fingerprint"), fingerprint, _REMEDY)
+    stats = ActivationStats(
+        tuple(_read_counts(file) for file in files),
+        about.get("fingerprint"),
+        about.get("tokens"),
+        about.get("corpus"),
+        about.get("window"),
+        about.get("dtype"),
+    )
+    _validate(stats, ffn_sizes, directory)
+    return stats
+
+
+def numbered_files(
+    directory: Path, stem: str, num_layers: int, error: type[WorkspaceError], remedy: str
+) -> list[Path]:
+    """``{stem}_0.pt`` … in numeric order; raises *error* unless there is exactly one file per layer.
+
+    Anything else that begins like them (``activation_3.pt.bak``, ``activation_03.pt``) is refused: a file that looks
+    like data and is silently left out is how a placement ends up with another layer's neurons.
+    """
+    expected = [f"{stem}_{layer}.pt" for layer in range(num_layers)]
+    present = {path.name for path in directory.iterdir() if path.name.startswith(f"{stem}_")}
+    if foreign := sorted(present - set(expected)):
+        beyond = [name for name in foreign if re.fullmatch(rf"{stem}_(0|[1-9]\d*)\.pt", name)]
+        if beyond:
+            raise error(f"{str(directory)!r} holds {beyond[0]!r} and the model has {num_layers} layers: {remedy}")
+        raise error(f"{str(directory)!r} holds the foreign file {foreign[0]!r}: move it elsewhere")
+    if missing := [name for name in expected if name not in present]:
+        raise error(f"{str(directory)!r} lacks {missing[0]!r} of {num_layers} layers: {remedy}")
+    return [directory / name for name in expected]
+
+
+def check_fingerprint(path: Path, found: object, expected: str, remedy: str) -> None:
+    """Raise ``FingerprintMismatchError`` if *path* states the fingerprint of another model."""
+    if found is not None and found != expected:
+        raise FingerprintMismatchError(f"{str(path)!r} belongs to another model than this workspace: {remedy}")
+
+
+def load_tensors(path: Path, error: type[WorkspaceError], remedy: str) -> Any:
+    """``torch.load`` of plain tensors only; raises *error* for pickled objects and damaged files."""
+    import torch
+
+    if path.stat().st_size > MAX_TENSOR_FILE_BYTES and error is ActivationStatsError:
+        raise error(f"{str(path)!r} has {path.stat().st_size:,} bytes, too many for firing counts: {remedy}")
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as cause:
+        raise error(f"{str(path)!r} holds pickled objects instead of plain tensors and was not opened: {remedy}") from cause
+    except (RuntimeError, EOFError, ValueError, KeyError) as cause:
+        raise error(f"{str(path)!r} is damaged: {remedy}") from cause
+
+
+def _read_counts(path: Path) -> np.ndarray:
+    import torch
+
+    tensor = load_tensors(path, ActivationStatsError, _REMEDY)
+    if not isinstance(tensor, torch.Tensor) or tensor.ndim != 1 or tensor.is_complex() or tensor.dtype == torch.bool:
+        raise ActivationStatsError(f"{str(path)!r} does not hold one numeric vector of counts: {_REMEDY}")
+    return tensor.to(torch.float64 if tensor.is_floating_point() else torch.int64).numpy()
+
+
+def _validate(stats: ActivationStats, ffn_sizes: Sequence[int], directory: Path) -> None:
+    for layer, (counts, neurons) in enumerate(zip(stats.counts, ffn_sizes, strict=True)):
+        where = f"layer {layer} of {str(directory)!r}"
+        if len(counts) != neurons:
+            raise ActivationStatsError(f"{where} counts {len(counts)} neurons and the model has {neurons}: {_REMEDY}")
+        if not np.isfinite(counts).all():
+            raise ActivationStatsError(f"{where} holds counts that are not finite: {_REMEDY}")
+        if (counts < 0).any():
+            raise ActivationStatsError(f"{where} holds negative counts: {_REMEDY}")
+        if stats.tokens is not None and (counts > stats.tokens).any():
+            raise ActivationStatsError(f"{where} counts more firings than tokens: {_REMEDY}")

@@ -1,0 +1,205 @@
+"""A model directory read tensor by tensor: safetensors or ``pytorch_model-*.bin``, in one file or in shards.
+
+Tensors are asked for by the toolkit's roles (see :class:`ModelShape`), come as memory-mapped views in the dtype they
+are stored in, and are checked for their shape. The fingerprint names the model by content: SHA-256 over the shape
+record and, per tensor, role, dtype, shape and 4 KiB from its start, middle and end (hashing all of a 350 GB checkpoint
+is not practical). It does not depend on file format, sharding, tensor names' prefix or the place on the disk.
+"""
+
+import hashlib
+import json
+import pickle
+import zipfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .errors import CheckpointError
+from .model_families import FAMILIES, ModelShape, read_shape
+
+if TYPE_CHECKING:
+    import torch
+
+FINGERPRINT_SAMPLE_BYTES = 4096
+_FILE_PATTERNS = ("model*.safetensors", "pytorch_model*.bin")
+
+
+def locate(model: str, revision: str | None = None) -> Path:
+    """The directory of *model*: itself if it is one, else the hub's snapshot (downloaded when it is not cached).
+
+    Raises ``CheckpointError`` when neither is to be had.
+    """
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise CheckpointError(f"{model!r} is a file: give the model's directory, the one that holds config.json")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError
+
+    wanted = ["*.json", "*.safetensors", "pytorch_model*.bin", "tokenizer*", "*.model", "*.txt"]
+    try:
+        return Path(snapshot_download(model, revision=revision, allow_patterns=wanted))
+    except HFValidationError:
+        raise CheckpointError(
+            f"{model!r} is neither a directory nor a valid hub id: give a model directory or an id such as facebook/opt-6.7b"
+        ) from None
+    except Exception as error:  # the hub client raises many unrelated types: offline, gated, unknown, disk full
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise CheckpointError(
+            f"{model!r} is no directory here and the hub did not provide it ({reason}): check the name, or download the "
+            "model and give its directory"
+        ) from error
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """The content of ``config.json``; raises ``CheckpointError``."""
+    path = directory / "config.json"
+    try:
+        config = json.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{str(directory)!r} has no config.json: give the directory of a Hugging Face model"
+        ) from None
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise CheckpointError(f"{str(path)!r} is not valid JSON ({error}): download the model again") from error
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{str(path)!r} does not hold a JSON object: download the model again")
+    return config
+
+
+class Checkpoint:
+    """The tensors of one model directory, by role.
+
+    Raises ``CheckpointError`` for missing, truncated or foreign weight files and ``UnsupportedModelError`` for a config
+    that is not understood.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.shape = read_shape(read_config(directory))
+        self._family = FAMILIES[self.shape.family]
+        self._tensors = _open_weight_files(directory)
+
+    def shared(self, role: str) -> "torch.Tensor":
+        """A tensor outside the layers; the tied output head is the embedding."""
+        if role == "head.weight" and self.shape.tied_embeddings:
+            role = "embedding.weight"
+        return self._checked(role, self._family.shared_tensors[role], self.shape.shared_shapes()[role])
+
+    def attention(self, layer: int) -> "dict[str, torch.Tensor]":
+        """All attention tensors of *layer* and the attention norm."""
+        roles = self.shape.attention_shapes()
+        tensors: dict[str, torch.Tensor] = {}
+        if self._family.split_fused:
+            q, kv = roles["query.weight"][0], roles["key.weight"][0]
+            name = self._family.layer_tensors["fused_qkv.weight"].format(i=layer)
+            fused = self._checked("fused_qkv.weight", name, (q + 2 * kv, self.shape.hidden_size))
+            tensors = self._family.split_fused(self.shape, fused)
+        return tensors | {role: self.layer(layer, role) for role in roles if role not in tensors}
+
+    def layer(self, layer: int, role: str) -> "torch.Tensor":
+        """One tensor of *layer* that is stored under a name of its own."""
+        expected = (self.shape.attention_shapes() | self.shape.ffn_shapes(layer))[role]
+        return self._checked(role, self._family.layer_tensors[role].format(i=layer), expected)
+
+    def dtype(self) -> "torch.dtype":
+        """The type the FFN weights are stored in."""
+        return self.layer(0, "up.weight").dtype
+
+    def fingerprint(self) -> str:
+        """64 hexadecimal digits; equal for the same weights in any file format."""
+        digest = hashlib.sha256(json.dumps(self.shape.to_json(), sort_keys=True).encode())
+        for role in sorted(self.shape.shared_shapes()):
+            _hash_tensor(digest, role, self.shared(role))
+        for layer in range(self.shape.num_layers):
+            tensors = self.attention(layer) | {r: self.layer(layer, r) for r in self.shape.ffn_shapes(layer)}
+            for role in sorted(tensors):
+                _hash_tensor(digest, f"{layer}.{role}", tensors[role])
+        return digest.hexdigest()
+
+    def _checked(self, role: str, names: str, expected: tuple[int, ...]) -> "torch.Tensor":
+        for name in self._candidate_names(names):
+            if name in self._tensors:
+                tensor = self._tensors[name]
+                if tuple(tensor.shape) != expected:
+                    raise CheckpointError(
+                        f"tensor {name!r} has shape {list(tensor.shape)} where config.json asks for {list(expected)}: "
+                        "use weights and config of the same model"
+                    )
+                if not tensor.dtype.is_floating_point:
+                    raise CheckpointError(
+                        f"tensor {name!r} is stored as {tensor.dtype}: use an unquantised checkpoint (F32, F16 or BF16)"
+                    )
+                return tensor
+        raise CheckpointError(
+            f"{str(self.directory)!r} has no tensor for {role!r} ({names}): download the complete model"
+        )
+
+    def _candidate_names(self, names: str) -> list[str]:
+        usual = names.split("|")
+        return usual + [
+            other + name.removeprefix(prefix)
+            for prefix, other in self._family.alternative_prefixes
+            for name in usual
+            if name.startswith(prefix)
+        ]
+
+
+def _hash_tensor(digest: Any, role: str, tensor: "torch.Tensor") -> None:
+    import torch
+
+    data = tensor.contiguous().flatten().view(torch.uint8)
+    digest.update(f"{role}|{str(tensor.dtype).removeprefix('torch.')}|{list(tensor.shape)}|".encode())
+    length = min(FINGERPRINT_SAMPLE_BYTES, len(data))
+    for start in (0, (len(data) - length) // 2, len(data) - length):
+        digest.update(data[start : start + length].numpy().tobytes())
+
+
+def _open_weight_files(directory: Path) -> "dict[str, torch.Tensor]":
+    for pattern in _FILE_PATTERNS:
+        if files := sorted(directory.glob(pattern)):
+            tensors: dict[str, torch.Tensor] = {}
+            for file in files:
+                tensors |= _open_safetensors(file) if file.suffix == ".safetensors" else _open_bin(file)
+            _check_index(directory, files[0].suffix, tensors)
+            return tensors
+    raise CheckpointError(
+        f"{str(directory)!r} has no model*.safetensors or pytorch_model*.bin: download the model's weights into it"
+    )
+
+
+def _check_index(directory: Path, suffix: str, tensors: "dict[str, torch.Tensor]") -> None:
+    """A sharded checkpoint lists its tensors; a shard that is absent must not pass as a smaller model."""
+    stem = "model.safetensors" if suffix == ".safetensors" else "pytorch_model.bin"
+    index = directory / f"{stem}.index.json"
+    if index.exists():
+        missing = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"]) - set(tensors))
+        if missing:
+            raise CheckpointError(
+                f"{index.name} lists {len(missing)} tensors that no shard holds ({missing[0]} …): download all shards"
+            )
+
+
+def _open_safetensors(path: Path) -> "dict[str, torch.Tensor]":
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 – not a mapping
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(
+            f"{str(path)!r} is not a complete safetensors file ({error}): download it again (a git-lfs pointer?)"
+        ) from error
+
+
+def _open_bin(path: Path) -> "dict[str, torch.Tensor]":
+    import torch
+
+    try:
+        # Only the zip layout of torch ≥ 1.6 can be mapped; older files are read whole.
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{str(path)!r} cannot be loaded as plain tensors: download it again, or convert it to safetensors"
+        ) from error
+    return {name: tensor for name, tensor in content.items() if isinstance(tensor, torch.Tensor)}

@@ -1,0 +1,149 @@
+"""What the four commands share: the shape of a command, option types, tables, progress and the JSON line.
+
+A command's result goes to stdout (with ``--json`` its last line is one JSON object), everything else to stderr. Nothing
+here imports torch, so that ``--help`` answers quickly.
+"""
+
+import json
+import math
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+
+class ToolkitCommand(click.Command):
+    """A click command that turns what the operating system or the user interrupts into one sentence and exit code 1."""
+
+    def invoke(self, context: click.Context) -> Any:
+        try:
+            return super().invoke(context)
+        except KeyboardInterrupt:
+            raise click.ClickException(
+                "interrupted before the end: no output was changed, run the command again"
+            ) from None
+        except OSError as error:
+            where = f" {str(error.filename)!r}" if error.filename else ""
+            raise click.ClickException(
+                f"{error.strerror or error}{where}: check that the path is readable or writable and that the disk has room"
+            ) from error
+        except MemoryError as error:
+            raise click.ClickException(
+                "out of memory: lower --batch-size, --window or --tokens, or use --dtype bfloat16"
+            ) from error
+
+
+@dataclass(frozen=True)
+class CountType(click.ParamType):
+    """A positive whole number that may end in k, M or G (powers of 1000): ``200k``, ``1M``, ``1.5M``."""
+
+    name = "count"
+
+    def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmMgG]?)", value.strip())
+        if not match:
+            self.fail(f"{value!r} is not a count: write for example 200k or 1M", param, context)
+        number = float(match[1]) * {"": 1, "k": 1e3, "m": 1e6, "g": 1e9}[match[2].lower()]
+        if number < 1 or number != int(number):
+            self.fail(f"{value!r} is not a whole number of at least 1: write for example 200k or 1M", param, context)
+        return int(number)
+
+
+@dataclass(frozen=True)
+class FiniteFloatType(click.ParamType):
+    """A finite number of at least *minimum* (above it with *exclusive*): refuses nan, which click's own range accepts."""
+
+    minimum: float = 0.0
+    exclusive: bool = False
+    maximum: float = math.inf
+    name = "number"
+
+    def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> float:
+        try:
+            number = float(value)
+        except ValueError:
+            self.fail(f"{value!r} is not a number", param, context)
+        too_low = number <= self.minimum if self.exclusive else number < self.minimum
+        if not math.isfinite(number) or too_low or number > self.maximum:
+            bound = f"{'above' if self.exclusive else 'of at least'} {self.minimum:g}"
+            upper = f" and at most {self.maximum:g}" if math.isfinite(self.maximum) else ""
+            self.fail(f"{value!r} is out of range: give a finite number {bound}{upper}", param, context)
+        return number
+
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object as the last line of stdout.")
+version_option = click.version_option(package_name="powerinfer-toolkit")
+device_option = click.option(
+    "--device", default="auto", show_default=True, help="cpu, cuda, cuda:1 …; auto takes a GPU when there is one."
+)
+dtype_option = click.option(
+    "--dtype",
+    type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
+    default="auto",
+    show_default=True,
+    help="Type to compute in; auto: the checkpoint's on a GPU, float32 on a CPU where the memory allows.",
+)
+
+
+def note(message: str) -> None:
+    """Say something about the run on stderr."""
+    click.echo(message, err=True)
+
+
+def emit_json(result: dict[str, Any]) -> None:
+    """Print *result* as one line; a number that JSON cannot hold is our own mistake and raises ``ValueError``."""
+    click.echo(json.dumps(result, allow_nan=False, ensure_ascii=False))
+
+
+def print_table(columns: dict[str, Sequence[object]]) -> None:
+    """Print columns of equal length to stdout, right-aligned under their titles."""
+    import pandas
+
+    click.echo(pandas.DataFrame(columns).to_string(index=False))
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.2f} %"
+
+
+class TokenProgress:
+    """One bar on stderr: done, speed and time left."""
+
+    def __init__(self, progress: "Progress", task: "TaskID") -> None:
+        self._progress, self._task = progress, task
+
+    def advance(self, amount: int) -> None:
+        self._progress.advance(self._task, amount)
+
+
+@contextmanager
+def progress_bar(title: str, total: int, unit: str = "tokens") -> Iterator[TokenProgress]:
+    """A progress bar on stderr with the speed in *unit* per second and the time left; erased when done."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+    from rich.text import Text
+
+    class SpeedColumn(ProgressColumn):
+        def render(self, task: Task) -> Text:
+            speed = task.finished_speed or task.speed
+            return Text(f"{speed:,.0f} {unit}/s" if speed else f"– {unit}/s")
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.completed:,.0f}/{task.total:,.0f}"),
+        SpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    console = Console(file=sys.stderr)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        yield TokenProgress(progress, progress.add_task(title, total=total))

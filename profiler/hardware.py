@@ -1,0 +1,138 @@
+"""Hardware descriptions: one TOML file per machine, the numbers a placement is computed from.
+
+    format = "powerinfer-toolkit/hardware"
+    version = 1
+    name = "rtx4090-i9-13900k"
+
+    [cpu]                                  [gpu]      (absent on a machine without one)
+    name = "…"                             name = "…"
+    memory_gib = 192                       memory_gib = 24
+    bandwidth_gb_per_second = 67.2         bandwidth_gb_per_second = 1008
+                                           pcie_gb_per_second = 64
+                                           sync_seconds = 2e-5     one CPU–GPU synchronisation, without the transfer
+                                           reserve_gib = 0.75      CUDA context and margin
+
+GiB are 2^30 bytes, GB/s are 10^9 bytes per second. Unknown keys are errors. Comments carry each number's source.
+"""
+
+import math
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from .errors import HardwareError
+
+FORMAT, VERSION = "powerinfer-toolkit/hardware", 1
+GIB = 2**30
+_CPU_KEYS = {"name", "memory_gib", "bandwidth_gb_per_second"}
+_GPU_KEYS = _CPU_KEYS | {"pcie_gb_per_second", "sync_seconds", "reserve_gib"}
+
+
+@dataclass(frozen=True)
+class Gpu:
+    name: str
+    memory_bytes: int
+    bytes_per_second: float
+    pcie_bytes_per_second: float
+    sync_seconds: float
+    reserve_bytes: int
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One machine; ``gpu`` is None where there is none."""
+
+    name: str
+    cpu_name: str
+    cpu_memory_bytes: int
+    cpu_bytes_per_second: float
+    gpu: Gpu | None
+
+
+def preset_names() -> list[str]:
+    """Names of the descriptions that ship with the toolkit."""
+    folder = resources.files(__package__) / "hardware_presets"
+    return sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
+
+
+def read_hardware(name_or_file: str) -> Hardware:
+    """A preset by name or a file by path; raises ``HardwareError``."""
+    if name_or_file in preset_names():
+        text = (resources.files(__package__) / "hardware_presets" / f"{name_or_file}.toml").read_text("utf-8")
+        return parse_hardware(text, name_or_file)
+    try:
+        return parse_hardware(Path(name_or_file).read_text("utf-8"), name_or_file)
+    except (FileNotFoundError, IsADirectoryError):
+        raise HardwareError(
+            f"{name_or_file!r} is neither a hardware file nor a preset: give a TOML file or one of "
+            f"{', '.join(preset_names())}"
+        ) from None
+    except UnicodeDecodeError as error:
+        raise HardwareError(f"{name_or_file!r} is not UTF-8 text: give a TOML file") from error
+
+
+def nearest_preset(gpu_bytes: float) -> Hardware:
+    """The preset whose GPU memory is nearest to *gpu_bytes*."""
+    presets = [hardware for name in preset_names() if (hardware := read_hardware(name)).gpu]
+    return min(presets, key=lambda hardware: abs(hardware.gpu.memory_bytes - gpu_bytes) if hardware.gpu else math.inf)
+
+
+def parse_hardware(text: str, source: str) -> Hardware:
+    """The description in TOML *text*; *source* names it in errors. Raises ``HardwareError``."""
+    try:
+        content = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise HardwareError(f"hardware {source!r} is not valid TOML ({error}): mend the file") from error
+    if content.get("format") != FORMAT or content.get("version") != VERSION:
+        raise HardwareError(f"hardware {source!r} does not state format {FORMAT!r} version {VERSION}: add both keys")
+    _check_keys(content, {"format", "version", "name", "cpu"}, {"gpu"}, source, "")
+    cpu = _table(content, "cpu", _CPU_KEYS, source)
+    gpu = _table(content, "gpu", _GPU_KEYS, source) if "gpu" in content else None
+    return Hardware(
+        name=_text(content, "name", source),
+        cpu_name=_text(cpu, "name", source),
+        cpu_memory_bytes=int(_number(cpu, "memory_gib", source) * GIB),
+        cpu_bytes_per_second=_number(cpu, "bandwidth_gb_per_second", source) * 1e9,
+        gpu=gpu
+        and Gpu(
+            name=_text(gpu, "name", source),
+            memory_bytes=int(_number(gpu, "memory_gib", source) * GIB),
+            bytes_per_second=_number(gpu, "bandwidth_gb_per_second", source) * 1e9,
+            pcie_bytes_per_second=_number(gpu, "pcie_gb_per_second", source) * 1e9,
+            sync_seconds=_number(gpu, "sync_seconds", source, allow_zero=True),
+            reserve_bytes=int(_number(gpu, "reserve_gib", source, allow_zero=True) * GIB),
+        ),
+    )
+
+
+def _table(content: Mapping[str, Any], key: str, keys: set[str], source: str) -> Mapping[str, Any]:
+    table = content[key]
+    if not isinstance(table, dict):
+        raise HardwareError(f"hardware {source!r}: {key} is not a table: write [{key}]")
+    _check_keys(table, keys, set(), source, f"[{key}] ")
+    return table
+
+
+def _check_keys(content: Mapping[str, Any], required: set[str], optional: set[str], source: str, where: str) -> None:
+    if missing := sorted(required - set(content)):
+        raise HardwareError(f"hardware {source!r}: {where}lacks {', '.join(missing)}: add it")
+    if unknown := sorted(set(content) - required - optional):
+        raise HardwareError(f"hardware {source!r}: {where}has unknown keys {', '.join(unknown)}: remove them")
+
+
+def _text(table: Mapping[str, Any], key: str, source: str) -> str:
+    if not isinstance(table[key], str):
+        raise HardwareError(f"hardware {source!r}: {key} is not text: put it in quotes")
+    return table[key]
+
+
+def _number(table: Mapping[str, Any], key: str, source: str, allow_zero: bool = False) -> float:
+    value = table[key]
+    fits = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not fits or value < 0 or (value == 0 and not allow_zero):
+        bound = "of at least 0" if allow_zero else "above 0"
+        raise HardwareError(f"hardware {source!r}: {key} = {value!r}: give a finite number {bound}")
+    return float(value)

@@ -1,0 +1,49 @@
+"""How unevenly neurons fire: the numbers and the figure behind "few neurons carry most firings" (PowerInfer §3.1)."""
+
+import io
+from collections.abc import Sequence
+
+import numpy as np
+
+CARRIED_SHARE = 0.8
+
+
+def share_for(counts: np.ndarray, carried: float = CARRIED_SHARE) -> float:
+    """The smallest share of neurons whose counts sum to at least *carried* of all; 0.0 when nothing fired."""
+    ordered = np.sort(counts)[::-1].cumsum(dtype=np.float64)
+    if ordered[-1] == 0:
+        return 0.0
+    return float(np.searchsorted(ordered, carried * ordered[-1]) + 1) / len(counts)
+
+
+def locality_figure(counts: Sequence[np.ndarray], tokens: int, title: str) -> bytes:
+    """PNG of the power law: left the firing rate by rank on logarithmic axes, right the share of firings carried."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    by_rank, cumulative = figure.subplots(1, 2)
+    for layer, layer_counts in enumerate(counts):
+        ordered = np.sort(layer_counts)[::-1]
+        shade = {"color": f"C{layer % 10}", "linewidth": 1.0, "alpha": 0.8, "label": f"layer {layer}"}
+        by_rank.plot(np.arange(1, len(ordered) + 1), np.maximum(ordered, 0.5) / tokens, **shade)
+        _plot_cumulative(cumulative, ordered, **shade)
+    model = np.sort(np.concatenate(list(counts)))[::-1]
+    _plot_cumulative(cumulative, model, color="black", linewidth=2.0, label="whole model")
+    share = share_for(model)
+    cumulative.axhline(CARRIED_SHARE, color="grey", linewidth=0.8, linestyle=":")
+    cumulative.plot([share], [CARRIED_SHARE], "ko")
+    cumulative.annotate(f"{share:.0%} of neurons", (share, CARRIED_SHARE), textcoords="offset points", xytext=(8, -14))
+    by_rank.set(xscale="log", yscale="log", xlabel="neuron, hottest first", ylabel="share of tokens on which it fires")
+    cumulative.set(xlabel="share of neurons, hottest first", ylabel="share of firings", xlim=(0, 1), ylim=(0, 1.02))
+    if len(counts) <= 12:
+        cumulative.legend(loc="lower right", fontsize="small")
+    figure.suptitle(title)
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=120, metadata={"Software": None})
+    return buffer.getvalue()
+
+
+def _plot_cumulative(axes: object, ordered: np.ndarray, **style: object) -> None:
+    total = max(float(ordered.sum()), 1.0)
+    shares = np.concatenate([[0.0], ordered.cumsum(dtype=np.float64) / total])
+    axes.plot(np.linspace(0, 1, len(shares)), shares, **style)  # type: ignore[attr-defined]

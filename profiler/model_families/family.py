@@ -1,0 +1,123 @@
+"""What a family file provides, and the strict reading of a Hugging Face ``config.json`` that all of them share."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ..errors import UnsupportedModelError
+from .shape import ModelShape, Rotary
+
+if TYPE_CHECKING:
+    import torch
+
+# Keys that steer training, tokens, storage or the host program, never the maths of a forward pass in evaluation.
+NEUTRAL_KEYS = frozenset(
+    """
+    _name_or_path name_or_path architectures model_type transformers_version torch_dtype dtype use_cache prefix
+    bos_token_id eos_token_id pad_token_id tokenizer_class initializer_range init_std attention_dropout dropout
+    activation_dropout hidden_dropout layerdrop pretraining_tp output_attentions output_hidden_states return_dict
+    gradient_checkpointing is_llama_config transformers.js_config
+    """.split()
+)
+
+
+@dataclass(frozen=True)
+class FfnModules:
+    """Paths (``{i}`` = layer) inside the ``transformers`` model where the FFN is observed.
+
+    A neuron fires when its element of the output of ``fires`` is above zero. The input of ``down`` is the activation
+    vector. The input of ``predictor_input`` is what PowerInfer's engine feeds its predictors: the residual stream
+    before the FFN norm, for Falcon the layer input.
+    """
+
+    fires: str
+    down: str
+    predictor_input: str
+
+
+@dataclass(frozen=True)
+class Family:
+    """One architecture: how its config is read, how its tensors are called, where its neurons are.
+
+    ``shared_tensors`` and ``layer_tensors`` map the toolkit's roles (see :class:`ModelShape`) to checkpoint names
+    (``{i}`` = layer). ``alternative_prefixes`` lists (usual, other) prefixes found in published checkpoints.
+    ``split_fused`` turns a fused tensor (role ``fused_qkv.weight``) into the roles of its parts.
+    """
+
+    name: str
+    model_types: tuple[str, ...]
+    read_shape: Callable[[Mapping[str, Any]], ModelShape]
+    shared_tensors: Mapping[str, str]
+    layer_tensors: Mapping[str, str]
+    ffn_modules: FfnModules
+    alternative_prefixes: tuple[tuple[str, str], ...] = ()
+    split_fused: "Callable[[ModelShape, torch.Tensor], dict[str, torch.Tensor]] | None" = None
+
+
+def weight_and_bias(role: str, name: str) -> dict[str, str]:
+    """The two entries of a linear map or norm that has both."""
+    return {f"{role}.{part}": f"{name}.{part}" for part in ("weight", "bias")}
+
+
+class ConfigReader:
+    """Hands out config values and, at the end, refuses keys nobody asked for.
+
+    A key with an empty or switched-off value (null, false, 0, empty) cannot change the maths and passes.
+    """
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self._config, self._asked = config, set(NEUTRAL_KEYS)
+
+    def get(self, key: str, default: Any) -> Any:
+        """The value of *key*, or *default* (the one ``transformers`` uses) where it is absent or null."""
+        self._asked.add(key)
+        value = self._config.get(key)
+        return default if value is None else value
+
+    def nullable(self, key: str, default: Any) -> Any:
+        """Like :meth:`get`, for keys whose null has a meaning of its own."""
+        self._asked.add(key)
+        return self._config.get(key, default)
+
+    def size(self, key: str, default: int | None = None) -> int:
+        """A positive whole number; without *default* the key is required."""
+        value = self.get(key, default)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise UnsupportedModelError(
+                f"config.json states {key} = {value!r} where a positive whole number belongs: use a complete model directory"
+            )
+        return value
+
+    def require(self, key: str, allowed: Any, default: Any) -> None:
+        """Refuse the model unless *key* has the one value whose maths is implemented."""
+        value = self.get(key, default)
+        if value != allowed:
+            raise UnsupportedModelError(
+                f"config.json states {key} = {value!r} and only {allowed!r} is implemented: use another model"
+            )
+
+    def rotary(self) -> Rotary:
+        """``rope_parameters`` or the older ``rope_theta`` and ``rope_scaling``."""
+        parameters = dict(self.get("rope_parameters", {})) or {
+            "rope_theta": self.get("rope_theta", 10000.0),
+            **self.get("rope_scaling", {}),
+        }
+        self._asked |= {"rope_theta", "rope_scaling"}
+        kind = parameters.pop("rope_type", parameters.pop("type", "default"))
+        parameters.pop("type", None)
+        theta = float(parameters.pop("rope_theta", self.get("rope_theta", 10000.0)))
+        factor = float(parameters.pop("factor", 1.0)) if kind == "linear" else 1.0
+        if kind not in ("default", "linear") or any(parameters.values()):
+            raise UnsupportedModelError(
+                f"rotary scaling {kind!r} with {parameters} is not implemented (default and linear are): use another model"
+            )
+        return Rotary(theta, factor)
+
+    def refuse_the_rest(self) -> None:
+        """Raise ``UnsupportedModelError`` naming every key that could change the maths and was not asked for."""
+        unknown = sorted(key for key, value in self._config.items() if value and key not in self._asked)
+        if unknown:
+            raise UnsupportedModelError(
+                f"config.json has keys whose effect on the maths is not known here ({', '.join(unknown)}): "
+                "use a model without them"
+            )

@@ -1,0 +1,136 @@
+"""The shape record: everything about a decoder that changes its maths or the size of its tensors, and nothing else.
+
+It knows no Hugging Face names and imports no torch, so that placements can be computed from it alone.
+"""
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal
+
+from ..errors import UnsupportedModelError
+
+TensorShapes = dict[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Rotary position embedding: base *theta*, positions divided by *linear_factor*, halves rotated (not interleaved)."""
+
+    theta: float
+    linear_factor: float = 1.0
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """One decoder-only transformer.
+
+    ``ffn_sizes`` holds the number of FFN neurons of each layer. ``gated`` neurons compute act(gate·x) · (up·x), ungated
+    ones act(up·x + bias). ``parallel_block`` feeds attention and FFN from the same layer input (Falcon).
+    ``rotary`` is None for learned positions, which then start at row ``position_offset`` of their table.
+    """
+
+    family: str
+    vocabulary_size: int
+    hidden_size: int
+    ffn_sizes: tuple[int, ...]
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_positions: int
+    activation: str
+    gated: bool
+    norm: Literal["rms", "layer"]
+    norm_epsilon: float
+    attention_bias: bool
+    ffn_bias: bool
+    tied_embeddings: bool
+    rotary: Rotary | None
+    position_offset: int = 0
+    sliding_window: int | None = None
+    parallel_block: bool = False
+    separate_ffn_norm: bool = True
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.ffn_sizes)
+
+    @property
+    def neuron_matrices(self) -> int:
+        """Rows of hidden_size weights that one neuron owns: gate, up and down, or up and down."""
+        return 3 if self.gated else 2
+
+    def norm_shapes(self, role: str) -> TensorShapes:
+        shapes: TensorShapes = {f"{role}.weight": (self.hidden_size,)}
+        if self.norm == "layer":
+            shapes[f"{role}.bias"] = (self.hidden_size,)
+        return shapes
+
+    def attention_shapes(self) -> TensorShapes:
+        """Tensors of one layer's attention by role, its norm included; matrices are [outputs, inputs]."""
+        d, q, kv = self.hidden_size, self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        shapes = self.norm_shapes("attention_norm")
+        for role, rows, columns in (("query", q, d), ("key", kv, d), ("value", kv, d), ("output", d, q)):
+            shapes[f"{role}.weight"] = (rows, columns)
+            if self.attention_bias:
+                shapes[f"{role}.bias"] = (rows,)
+        return shapes
+
+    def ffn_shapes(self, layer: int) -> TensorShapes:
+        """Tensors of one layer's FFN by role, its norm included; ``down`` is [hidden, neurons] as in checkpoints."""
+        d, n = self.hidden_size, self.ffn_sizes[layer]
+        shapes = self.norm_shapes("ffn_norm") if self.separate_ffn_norm else {}
+        if self.gated:
+            shapes["gate.weight"] = (n, d)
+        shapes["up.weight"] = (n, d)
+        if self.ffn_bias:
+            shapes["up.bias"] = (n,)
+        shapes["down.weight"] = (d, n)
+        if self.ffn_bias:
+            shapes["down.bias"] = (d,)
+        return shapes
+
+    def shared_shapes(self) -> TensorShapes:
+        """Tensors outside the layers by role; a tied output head is the embedding and does not appear."""
+        shapes: TensorShapes = {"embedding.weight": (self.vocabulary_size, self.hidden_size)}
+        if self.rotary is None:
+            shapes["positions.weight"] = (self.max_positions + self.position_offset, self.hidden_size)
+        shapes |= self.norm_shapes("final_norm")
+        if not self.tied_embeddings:
+            shapes["head.weight"] = (self.vocabulary_size, self.hidden_size)
+        return shapes
+
+    def num_parameters(self) -> int:
+        """Weights and biases of the whole model, tied ones once."""
+        tensors = list(self.shared_shapes().values())
+        for layer in range(self.num_layers):
+            tensors += [*self.attention_shapes().values(), *self.ffn_shapes(layer).values()]
+        return sum(_product(shape) for shape in tensors)
+
+    def require_relu(self) -> None:
+        """Raise ``UnsupportedModelError`` unless inactive neurons contribute exactly zero."""
+        if self.activation != "relu":
+            raise UnsupportedModelError(
+                f"the model's activation is {self.activation!r}, whose neurons never contribute exactly zero: use a "
+                "ReLU version of the model (OPT, ReluLLaMA, a Falcon with ReLU …)"
+            )
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self) | {"ffn_sizes": list(self.ffn_sizes)}
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any]) -> "ModelShape":
+        """Inverse of :meth:`to_json`; raises ``UnsupportedModelError`` on missing or unknown keys."""
+        known = {field.name for field in fields(cls)}
+        if not isinstance(content, dict) or set(content) != known:
+            differing = sorted(set(content) ^ known) if isinstance(content, dict) else sorted(known)
+            raise UnsupportedModelError(
+                f"the shape record has missing or unknown keys ({', '.join(differing)}): run pi-profile again"
+            )
+        rotary = Rotary(**content["rotary"]) if content["rotary"] else None
+        return cls(**content | {"ffn_sizes": tuple(content["ffn_sizes"]), "rotary": rotary})
+
+
+def _product(shape: tuple[int, ...]) -> int:
+    result = 1
+    for size in shape:
+        result *= size
+    return result

@@ -1,0 +1,114 @@
+"""The workspace directory and its ``model.json``, which says whose neurons everything in it is about.
+
+    opt-6.7b-pi/
+      model.json                     this file's format, below
+      activation/activation_{i}.pt   firing counts and profile.json     (profiler/activation_stats.py)
+      predictor/model_{i}.pt         predictors and config.json         (predictor_training/predictor_file.py)
+      opt-6.7b.gpuidx                the placement                      (solver/gpuidx.py)
+
+``model.json`` (UTF-8 JSON): ``format`` "powerinfer-toolkit/model", ``version`` 1, ``name``, ``model`` (hub id or
+absolute directory, for people and for finding the weights; no part of any comparison), ``revision`` (hub revision or
+null), ``fingerprint`` (64 hexadecimal digits, see :mod:`.checkpoint`), ``shape`` (:class:`ModelShape`).
+"""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from .checkpoint import Checkpoint, locate
+from .errors import FingerprintMismatchError, UnsupportedModelError, WorkspaceError
+from .json_file import read_json, require_format, write_json
+from .model_families import ModelShape
+
+FORMAT, VERSION = "powerinfer-toolkit/model", 1
+_REMEDY = "run pi-profile MODEL to make the workspace"
+
+
+@dataclass(frozen=True)
+class ModelRecord:
+    """Which model a workspace belongs to."""
+
+    name: str
+    model: str
+    revision: str | None
+    fingerprint: str
+    shape: ModelShape
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """Paths of one workspace; the folders need not exist yet."""
+
+    path: Path
+
+    @property
+    def model_json(self) -> Path:
+        return self.path / "model.json"
+
+    @property
+    def activation(self) -> Path:
+        return self.path / "activation"
+
+    @property
+    def predictor(self) -> Path:
+        return self.path / "predictor"
+
+    def gpuidx(self, record: ModelRecord) -> Path:
+        return self.path / f"{record.name}.gpuidx"
+
+
+def model_name(model: str) -> str:
+    """The last part of a directory or hub id."""
+    return Path(model).expanduser().absolute().name or "model"
+
+
+def describe(model: str, revision: str | None, checkpoint: Checkpoint) -> ModelRecord:
+    """The record of an opened checkpoint; reads 12 KiB of every tensor."""
+    path = Path(model).expanduser()
+    reference = str(path.absolute()) if path.is_dir() else model
+    return ModelRecord(model_name(model), reference, revision, checkpoint.fingerprint(), checkpoint.shape)
+
+
+def write_model(workspace: Workspace, record: ModelRecord) -> None:
+    """Write ``model.json`` atomically."""
+    content = {"format": FORMAT, "version": VERSION, **vars(record)} | {"shape": record.shape.to_json()}
+    write_json(workspace.model_json, content)
+
+
+def read_model(workspace: Workspace) -> ModelRecord:
+    """Read ``model.json``; raises ``WorkspaceError`` when it is missing, malformed or of another version."""
+    if not workspace.path.is_dir():
+        raise WorkspaceError(f"{str(workspace.path)!r} is not a workspace directory: {_REMEDY}")
+    content = read_json(workspace.model_json, WorkspaceError, _REMEDY)
+    require_format(content, workspace.model_json, FORMAT, VERSION, WorkspaceError)
+    try:
+        shape = ModelShape.from_json(content["shape"])
+        record = ModelRecord(content["name"], content["model"], content["revision"], content["fingerprint"], shape)
+        well_formed = re.fullmatch(r"[0-9a-f]{64}", record.fingerprint) and isinstance(record.model, str)
+        if not well_formed or Path(record.name).name != record.name:
+            raise ValueError("name, model or fingerprint")
+    except (KeyError, TypeError, ValueError, UnsupportedModelError) as error:
+        raise WorkspaceError(f"{str(workspace.model_json)!r} is damaged ({error}): {_REMEDY}") from error
+    return record
+
+
+def refuse_other_model(workspace: Workspace, record: ModelRecord) -> None:
+    """Raise ``FingerprintMismatchError`` if *workspace* exists and describes another model than *record*."""
+    if workspace.model_json.exists() and read_model(workspace).fingerprint != record.fingerprint:
+        raise FingerprintMismatchError(
+            f"{str(workspace.path)!r} already belongs to another model: choose another workspace with -o"
+        )
+
+
+def open_checkpoint(workspace: Workspace, record: ModelRecord, model: str | None) -> Checkpoint:
+    """The weights the workspace was made from, found where ``model.json`` says or at *model*.
+
+    Raises ``CheckpointError`` when they are gone and ``FingerprintMismatchError`` when they are others.
+    """
+    checkpoint = Checkpoint(locate(model or record.model, None if model else record.revision))
+    if checkpoint.fingerprint() != record.fingerprint:
+        raise FingerprintMismatchError(
+            f"the weights in {str(checkpoint.directory)!r} are not those {str(workspace.path)!r} was made from: give "
+            "the right ones with --model, or run pi-profile again"
+        )
+    return checkpoint
