@@ -100,9 +100,7 @@ def read(directory: Path, ffn_sizes: Sequence[int], fingerprint: str) -> Activat
     return stats
 
 
-def numbered_files(
-    directory: Path, stem: str, num_layers: int, error: type[WorkspaceError], remedy: str
-) -> list[Path]:
+def numbered_files(directory: Path, stem: str, num_layers: int, error: type[WorkspaceError], remedy: str) -> list[Path]:
     """``{stem}_0.pt`` … in numeric order; raises *error* unless there is exactly one file per layer.
 
     Anything else that begins like them (``activation_3.pt.bak``, ``activation_03.pt``) is refused: a file that looks
@@ -135,7 +133,9 @@ def load_tensors(path: Path, error: type[WorkspaceError], remedy: str) -> Any:
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as cause:
-        raise error(f"{str(path)!r} holds pickled objects instead of plain tensors and was not opened: {remedy}") from cause
+        raise error(
+            f"{str(path)!r} holds pickled objects instead of plain tensors and was not opened: {remedy}"
+        ) from cause
     except (RuntimeError, EOFError, ValueError, KeyError) as cause:
         raise error(f"{str(path)!r} is damaged: {remedy}") from cause
 

@@ -1,0 +1,165 @@
+"""Activation predictors on disk: the format that ``pi-train-predictor`` writes and the solver and runtime read.
+
+    predictor/model_{i}.pt   torch.save of {"fc1.weight": [r, hidden], "fc2.weight": [neurons, r]}, F16, contiguous
+    predictor/config.json    "sparse_threshold" (one for all layers), and keys of ours: "format"
+                             "powerinfer-toolkit/predictor", "version" 1, "fingerprint" of the model, "layers": per layer
+                             {"layer", "kind": "mlp", "input": "residual", "hidden", "recall", "precision", "density",
+                             "firing_share"} measured on held-out documents
+
+Neuron j of a layer is a candidate on a token when (fc2 · relu(fc1 · x))_j ≥ sparse_threshold, with x the residual stream
+before the FFN norm (Falcon: the layer input). This is PowerInfer's format: F16, BF16 and F32 are read; a directory
+without our keys is accepted, checked by shapes, its threshold defaulting to 0.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pi_toolkit.profiler.activation_stats import check_fingerprint, load_tensors, numbered_files
+from pi_toolkit.profiler.atomic_write import atomic_directory
+from pi_toolkit.profiler.errors import PredictorFileError
+from pi_toolkit.profiler.json_file import read_json, require_format, write_json
+
+if TYPE_CHECKING:
+    import torch
+
+FORMAT, VERSION = "powerinfer-toolkit/predictor", 1
+_REMEDY = "run pi-train-predictor to write it again"
+
+
+@dataclass(frozen=True)
+class LayerQuality:
+    """What one layer's predictor is and how it did on held-out documents.
+
+    ``recall``: share of firings that were candidates; ``precision``: share of candidates that fired; ``density``: share
+    of neurons that were candidates; ``firing_share``: share that fired.
+    """
+
+    layer: int
+    hidden: int
+    recall: float
+    precision: float
+    density: float
+    firing_share: float
+    kind: str = "mlp"
+    input: str = "residual"
+
+
+@dataclass(frozen=True)
+class PredictorSet:
+    """Predictors of all layers: ``fc1`` [r, hidden] and ``fc2`` [neurons, r] per layer, one threshold."""
+
+    fc1: "tuple[torch.Tensor, ...]"
+    fc2: "tuple[torch.Tensor, ...]"
+    threshold: float
+    fingerprint: str | None
+    quality: tuple[LayerQuality, ...] | None
+
+    def num_parameters(self) -> int:
+        return sum(weight.numel() for weight in self.fc1 + self.fc2)
+
+
+def write(directory: Path, predictors: PredictorSet, about_training: dict[str, Any]) -> None:
+    """Replace *directory* as a whole by these predictors, stored in F16; atomic.
+
+    *about_training* is kept in ``config.json`` under "training". Raises ``PredictorFileError`` if a weight overflows F16.
+    """
+    import torch
+
+    with atomic_directory(directory) as temporary:
+        for layer, (fc1, fc2) in enumerate(zip(predictors.fc1, predictors.fc2, strict=True)):
+            weights = {"fc1.weight": fc1.half().contiguous(), "fc2.weight": fc2.half().contiguous()}
+            if not all(weight.isfinite().all() for weight in weights.values()):
+                raise PredictorFileError(f"the predictor of layer {layer} overflows F16: train with more --tokens")
+            torch.save(weights, temporary / f"model_{layer}.pt")
+        content: dict[str, Any] = {"sparse_threshold": predictors.threshold, "format": FORMAT, "version": VERSION}
+        content |= {"fingerprint": predictors.fingerprint, "training": about_training}
+        content["layers"] = [asdict(quality) for quality in predictors.quality or ()]
+        write_json(temporary / "config.json", content)
+
+
+def read(directory: Path, hidden_size: int, ffn_sizes: Sequence[int], fingerprint: str) -> PredictorSet:
+    """Predictors for a model of this shape, in the dtype they are stored in.
+
+    Raises ``PredictorFileError`` for missing, foreign or malformed files and ``FingerprintMismatchError`` for the
+    predictors of another model. A missing fingerprint passes and leaves ``fingerprint`` None, for the caller to announce.
+    """
+    config, files = _open(directory, len(ffn_sizes), fingerprint)
+    weights = [_read_weights(file, hidden_size, n) for file, n in zip(files, ffn_sizes, strict=True)]
+    fc1, fc2 = zip(*weights, strict=True)
+    quality = _quality(config, [len(weight) for weight in fc1], directory)
+    return PredictorSet(fc1, fc2, _threshold(config, directory), config.get("fingerprint"), quality)
+
+
+def read_hidden_sizes(directory: Path, hidden_size: int, ffn_sizes: Sequence[int], fingerprint: str) -> list[int]:
+    """Width r of each layer's predictor, which sets its size in memory; loads weights only if ``config.json`` is foreign.
+
+    Raises as :func:`read` does.
+    """
+    config, files = _open(directory, len(ffn_sizes), fingerprint)
+    quality = _quality(config, None, directory)
+    if quality:
+        return [layer.hidden for layer in quality]
+    return [len(_read_weights(file, hidden_size, n)[0]) for file, n in zip(files, ffn_sizes, strict=True)]
+
+
+def _open(directory: Path, num_layers: int, fingerprint: str) -> tuple[dict[str, Any], list[Path]]:
+    if not directory.is_dir():
+        raise PredictorFileError(f"{str(directory)!r} is missing: run pi-train-predictor first")
+    files = numbered_files(directory, "model", num_layers, PredictorFileError, _REMEDY)
+    path = directory / "config.json"
+    config = read_json(path, PredictorFileError, _REMEDY) if path.exists() else {}
+    if "format" in config:
+        require_format(config, path, FORMAT, VERSION, PredictorFileError)
+    check_fingerprint(directory, config.get("fingerprint"), fingerprint, _REMEDY)
+    return config, files
+
+
+def _threshold(config: dict[str, Any], directory: Path) -> float:
+    threshold = config.get("sparse_threshold", 0.0)
+    if not isinstance(threshold, int | float) or isinstance(threshold, bool) or not math.isfinite(threshold):
+        raise PredictorFileError(f"config.json of {str(directory)!r} states threshold {threshold!r}: {_REMEDY}")
+    return float(threshold)
+
+
+def _quality(config: dict[str, Any], hidden: list[int] | None, directory: Path) -> tuple[LayerQuality, ...] | None:
+    if "layers" not in config:
+        return None
+    known = {field.name for field in fields(LayerQuality)}
+    layers = config["layers"]
+    well_formed = isinstance(layers, list) and all(isinstance(e, dict) and set(e) == known for e in layers)
+    if not well_formed or [entry["layer"] for entry in layers] != list(range(len(layers))):
+        raise PredictorFileError(f"config.json of {str(directory)!r} has a malformed list of layers: {_REMEDY}")
+    quality = tuple(LayerQuality(**entry) for entry in layers)
+    for layer in quality:
+        if layer.kind != "mlp" or layer.input != "residual":
+            raise PredictorFileError(
+                f"config.json of {str(directory)!r} states a predictor of kind {layer.kind!r} on {layer.input!r}, which "
+                f"this release does not know: {_REMEDY}"
+            )
+    if hidden is not None and [layer.hidden for layer in quality] != hidden:
+        raise PredictorFileError(f"config.json of {str(directory)!r} states other widths than its files: {_REMEDY}")
+    return quality
+
+
+def _read_weights(path: Path, hidden_size: int, neurons: int) -> "tuple[torch.Tensor, torch.Tensor]":
+    import torch
+
+    content = load_tensors(path, PredictorFileError, _REMEDY)
+    names = ("fc1.weight", "fc2.weight")
+    if not isinstance(content, dict) or set(content) != set(names):
+        raise PredictorFileError(f"{str(path)!r} does not hold exactly fc1.weight and fc2.weight: {_REMEDY}")
+    fc1, fc2 = (content[name] for name in names)
+    for weight in (fc1, fc2):
+        if not isinstance(weight, torch.Tensor) or weight.ndim != 2 or not weight.is_floating_point():
+            raise PredictorFileError(f"{str(path)!r} does not hold two matrices of floating point: {_REMEDY}")
+        if not weight.isfinite().all():
+            raise PredictorFileError(f"{str(path)!r} holds weights that are not finite: {_REMEDY}")
+    if fc1.shape[1] != hidden_size or fc2.shape[0] != neurons or fc1.shape[0] != fc2.shape[1]:
+        raise PredictorFileError(
+            f"{str(path)!r} has shapes {list(fc1.shape)} and {list(fc2.shape)} where [r, {hidden_size}] and "
+            f"[{neurons}, r] belong: {_REMEDY}"
+        )
+    return fc1, fc2
