@@ -89,7 +89,9 @@ def read(directory: Path, hidden_size: int, ffn_sizes: Sequence[int], fingerprin
     config, files = _open(directory, len(ffn_sizes), fingerprint)
     weights = [_read_weights(file, hidden_size, n) for file, n in zip(files, ffn_sizes, strict=True)]
     fc1, fc2 = zip(*weights, strict=True)
-    quality = _quality(config, [len(weight) for weight in fc1], directory)
+    quality = _quality(config, len(files), directory)
+    if quality and [layer.hidden for layer in quality] != [len(weight) for weight in fc1]:
+        raise PredictorFileError(f"config.json of {str(directory)!r} states other widths than its files: {_REMEDY}")
     return PredictorSet(fc1, fc2, _threshold(config, directory), config.get("fingerprint"), quality)
 
 
@@ -99,7 +101,7 @@ def read_hidden_sizes(directory: Path, hidden_size: int, ffn_sizes: Sequence[int
     Raises as :func:`read` does.
     """
     config, files = _open(directory, len(ffn_sizes), fingerprint)
-    quality = _quality(config, None, directory)
+    quality = _quality(config, len(files), directory)
     if quality:
         return [layer.hidden for layer in quality]
     return [len(_read_weights(file, hidden_size, n)[0]) for file, n in zip(files, ffn_sizes, strict=True)]
@@ -124,13 +126,13 @@ def _threshold(config: dict[str, Any], directory: Path) -> float:
     return float(threshold)
 
 
-def _quality(config: dict[str, Any], hidden: list[int] | None, directory: Path) -> tuple[LayerQuality, ...] | None:
+def _quality(config: dict[str, Any], num_layers: int, directory: Path) -> tuple[LayerQuality, ...] | None:
     if "layers" not in config:
         return None
     known = {field.name for field in fields(LayerQuality)}
     layers = config["layers"]
     well_formed = isinstance(layers, list) and all(isinstance(e, dict) and set(e) == known for e in layers)
-    if not well_formed or [entry["layer"] for entry in layers] != list(range(len(layers))):
+    if not well_formed or [entry["layer"] for entry in layers] != list(range(num_layers)):
         raise PredictorFileError(f"config.json of {str(directory)!r} has a malformed list of layers: {_REMEDY}")
     quality = tuple(LayerQuality(**entry) for entry in layers)
     for layer in quality:
@@ -139,8 +141,6 @@ def _quality(config: dict[str, Any], hidden: list[int] | None, directory: Path) 
                 f"config.json of {str(directory)!r} states a predictor of kind {layer.kind!r} on {layer.input!r}, which "
                 f"this release does not know: {_REMEDY}"
             )
-    if hidden is not None and [layer.hidden for layer in quality] != hidden:
-        raise PredictorFileError(f"config.json of {str(directory)!r} states other widths than its files: {_REMEDY}")
     return quality
 
 

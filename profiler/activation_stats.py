@@ -24,7 +24,7 @@ from .json_file import read_json, require_format, write_json
 
 FORMAT, VERSION = "powerinfer-toolkit/activation", 1
 _REMEDY = "run pi-profile to write it again"
-MAX_TENSOR_FILE_BYTES = 64 * 1024 * 1024  # eight million neurons in one layer; nothing real comes near
+MAX_COUNTS_FILE_BYTES = 64 * 1024 * 1024  # eight million neurons in one layer; nothing real comes near
 
 
 @dataclass(frozen=True)
@@ -128,8 +128,6 @@ def load_tensors(path: Path, error: type[WorkspaceError], remedy: str) -> Any:
     """``torch.load`` of plain tensors only; raises *error* for pickled objects and damaged files."""
     import torch
 
-    if path.stat().st_size > MAX_TENSOR_FILE_BYTES and error is ActivationStatsError:
-        raise error(f"{str(path)!r} has {path.stat().st_size:,} bytes, too many for firing counts: {remedy}")
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as cause:
@@ -143,6 +141,10 @@ def load_tensors(path: Path, error: type[WorkspaceError], remedy: str) -> Any:
 def _read_counts(path: Path) -> np.ndarray:
     import torch
 
+    if path.stat().st_size > MAX_COUNTS_FILE_BYTES:
+        raise ActivationStatsError(
+            f"{str(path)!r} has {path.stat().st_size:,} bytes, too many for firing counts: {_REMEDY}"
+        )
     tensor = load_tensors(path, ActivationStatsError, _REMEDY)
     if not isinstance(tensor, torch.Tensor) or tensor.ndim != 1 or tensor.is_complex() or tensor.dtype == torch.bool:
         raise ActivationStatsError(f"{str(path)!r} does not hold one numeric vector of counts: {_REMEDY}")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .errors import CheckpointError
-from .model_families import FAMILIES, ModelShape, read_shape
+from .model_families import FAMILIES, read_shape
 
 if TYPE_CHECKING:
     import torch
