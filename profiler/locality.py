@@ -2,10 +2,29 @@
 
 import io
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 CARRIED_SHARE = 0.8
+
+
+@dataclass(frozen=True)
+class Locality:
+    """Per layer the share of neurons that fire on a token and the share that carries 80 % of the firings."""
+
+    firing_share: list[float]
+    share_for_80_percent: list[float]
+    share_for_80_percent_model: float
+
+
+def measure_locality(counts: Sequence[np.ndarray], tokens: int) -> Locality:
+    """The numbers of one profile; *counts* are int64 [neurons] per layer over *tokens* tokens."""
+    return Locality(
+        [float(layer.sum()) / (len(layer) * tokens) for layer in counts],
+        [share_for(layer) for layer in counts],
+        share_for(np.concatenate(list(counts))),
+    )
 
 
 def share_for(counts: np.ndarray, carried: float = CARRIED_SHARE) -> float:

@@ -1,0 +1,89 @@
+"""The ``transformers`` twin of a checkpoint, for observing what its FFN does."""
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from .checkpoint import Checkpoint
+from .errors import CheckpointError
+from .model_families import FAMILIES, ModelShape
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    import torch
+
+    LayerCallback = Callable[[int, torch.Tensor], None]
+
+
+def load_hf_model(checkpoint: Checkpoint, device: "torch.device", dtype: "torch.dtype") -> Any:
+    """The model in evaluation mode; raises ``CheckpointError`` when ``transformers`` cannot load all its weights."""
+    import transformers
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        model, loading = transformers.AutoModelForCausalLM.from_pretrained(
+            checkpoint.directory, dtype=dtype, local_files_only=True, output_loading_info=True
+        )
+    except (OSError, ValueError, RuntimeError, KeyError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise CheckpointError(
+            f"transformers cannot load {str(checkpoint.directory)!r} ({reason}): download the model again"
+        ) from error
+    if missing := sorted(loading["missing_keys"]):
+        raise CheckpointError(
+            f"{str(checkpoint.directory)!r} lacks {len(missing)} tensors ({missing[0]} …): download the complete model"
+        )
+    return model.eval().to(device)
+
+
+@contextmanager
+def observe_ffn(
+    model: Any,
+    shape: ModelShape,
+    *,
+    pre_activation: "LayerCallback | None" = None,
+    activation: "LayerCallback | None" = None,
+    predictor_input: "LayerCallback | None" = None,
+) -> "Iterator[None]":
+    """Call back with (layer, tensor) on every forward pass inside the block; tensors are flattened to [tokens, size].
+
+    ``pre_activation`` gets gate·x (or up·x + b): [tokens, neurons], a neuron fires where it is above zero.
+    ``activation`` gets what multiplies the down matrix: [tokens, neurons].
+    ``predictor_input`` gets the residual stream that predictors read: [tokens, hidden]; it comes first.
+    """
+    modules, handles = FAMILIES[shape.family].ffn_modules, []
+    for layer in range(shape.num_layers):
+
+        def module(path: str, layer: int = layer) -> Any:
+            return model.get_submodule(path.format(i=layer))
+
+        if predictor_input:
+            hook = _input_hook(predictor_input, layer)
+            handles.append(module(modules.predictor_input).register_forward_pre_hook(hook, with_kwargs=True))
+        if pre_activation:
+            handles.append(module(modules.fires).register_forward_hook(_output_hook(pre_activation, layer)))
+        if activation:
+            hook = _input_hook(activation, layer)
+            handles.append(module(modules.down).register_forward_pre_hook(hook, with_kwargs=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _input_hook(callback: "LayerCallback", layer: int) -> "Callable[..., None]":
+    def hook(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        tensor = args[0] if args else kwargs["hidden_states"]
+        callback(layer, tensor.reshape(-1, tensor.shape[-1]))
+
+    return hook
+
+
+def _output_hook(callback: "LayerCallback", layer: int) -> "Callable[..., None]":
+    def hook(_module: Any, _args: tuple[Any, ...], output: Any) -> None:
+        callback(layer, output.reshape(-1, output.shape[-1]))
+
+    return hook

@@ -1,0 +1,62 @@
+"""Texts to token windows: each document is tokenised with the tokenizer's own rule for BOS, documents follow one
+another without padding, and the stream is cut into windows. Only the last window of a stream may be shorter."""
+
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from .errors import CheckpointError, CorpusError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import torch
+
+_DOCUMENTS_PER_CALL = 64  # the tokenizer's own threads want several texts at once
+
+
+def load_tokenizer(directory: "Path") -> Any:
+    """The tokenizer of a model directory; raises ``CheckpointError``."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    except Exception as error:  # transformers raises OSError, ValueError, KeyError or the Rust tokenizer's own type
+        raise CheckpointError(
+            f"{str(directory)!r} has no usable tokenizer: download the model's tokenizer files into it"
+        ) from error
+
+
+def token_windows(texts: Iterable[str], tokenizer: Any, window: int, tokens: int | None) -> Iterator[list[int]]:
+    """Windows of *window* token ids out of *texts*, *tokens* ids in all (None: as many as there are)."""
+    ids = _token_ids(texts, tokenizer)
+    stream = ids if tokens is None else islice(ids, tokens)
+    while chunk := list(islice(stream, window)):
+        yield chunk
+
+
+def window_batches(windows: Iterable[list[int]], batch_size: int) -> "Iterator[torch.Tensor]":
+    """Batches int64 [up to *batch_size*, window]; windows of one batch have equal length, so nothing is padded."""
+    import torch
+
+    batch: list[list[int]] = []
+    for window in windows:
+        if batch and (len(batch) == batch_size or len(window) != len(batch[0])):
+            yield torch.tensor(batch)
+            batch = []
+        batch.append(window)
+    if batch:
+        yield torch.tensor(batch)
+
+
+def check_window(window: int, max_positions: int) -> None:
+    """Raise ``CorpusError`` if the model cannot take that many tokens at once."""
+    if window > max_positions:
+        raise CorpusError(f"--window {window} is beyond the model's {max_positions} positions: choose a smaller window")
+
+
+def _token_ids(texts: Iterable[str], tokenizer: Any) -> Iterator[int]:
+    texts = iter(texts)
+    while group := list(islice(texts, _DOCUMENTS_PER_CALL)):
+        for ids in tokenizer(group, verbose=False)["input_ids"]:
+            yield from ids
