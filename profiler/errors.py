@@ -43,6 +43,10 @@ class GpuIndexError(WorkspaceError):
     """A ``.gpuidx`` is malformed or of another shape."""
 
 
+class GgufError(ToolkitError):
+    """A GGUF container is malformed, truncated or uses what this reader does not know."""
+
+
 class HardwareError(ToolkitError):
     """A hardware description is unknown, malformed or does not fit what was asked."""
 
