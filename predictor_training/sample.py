@@ -26,11 +26,15 @@ SPLITS: tuple[Split, ...] = ("training", "calibration", "held-out")
 
 @dataclass
 class LayerSamples:
-    """Samples of one layer and split: ``inputs`` bfloat16 [tokens, hidden], ``firing`` uint8 bits [tokens, ⌈neurons/8⌉]."""
+    """Samples of one layer and split: ``inputs`` bfloat16 [tokens, hidden], ``firing`` uint8 bits [tokens, ⌈neurons/8⌉].
+
+    They stay in their files; batches of them are handed out on ``device``.
+    """
 
     inputs: "torch.Tensor"
     firing: "torch.Tensor"
     neurons: int
+    device: "torch.device"
 
     def __len__(self) -> int:
         return len(self.inputs)
@@ -40,7 +44,7 @@ class LayerSamples:
         import torch
 
         bits = np.unpackbits(self.firing[rows].numpy(), axis=1, count=self.neurons, bitorder="little")
-        return self.inputs[rows].float(), torch.from_numpy(bits).bool()
+        return self.inputs[rows].to(self.device).float(), torch.from_numpy(bits).to(self.device).bool()
 
     def batches(self, size: int) -> "Iterator[tuple[torch.Tensor, torch.Tensor]]":
         """All samples in order."""
@@ -49,16 +53,19 @@ class LayerSamples:
 
 
 class SampleStore:
-    """Samples of every layer in *directory*, room for *tokens* per split; usable after :func:`collect_samples`."""
+    """Samples of every layer in *directory*, room for *tokens* per split; filled by :func:`collect_samples`.
 
-    def __init__(self, directory: Path, shape: ModelShape, tokens: dict[Split, int]) -> None:
+    Raises ``CorpusError`` when the disk has no room for them.
+    """
+
+    def __init__(self, directory: Path, shape: ModelShape, tokens: dict[Split, int], device: "torch.device") -> None:
         need, free = self.bytes_needed(shape, sum(tokens.values())), shutil.disk_usage(directory).free
         if need > free:
             raise CorpusError(
                 f"{sum(tokens.values()):,} samples take {need / 2**30:.1f} GiB and {str(directory)!r} has "
                 f"{free / 2**30:.1f} GiB free: lower --tokens or free some space"
             )
-        self.shape, self._filled = shape, dict.fromkeys(SPLITS, 0)
+        self.shape, self.device, self._filled = shape, device, dict.fromkeys(SPLITS, 0)
         self._samples = {
             split: [self._map(directory, split, layer, tokens[split]) for layer in range(shape.num_layers)]
             for split in SPLITS
@@ -75,7 +82,16 @@ class SampleStore:
     def layer(self, split: Split, layer: int) -> LayerSamples:
         """What was collected for one layer."""
         samples, filled = self._samples[split][layer], self._filled[split]
-        return LayerSamples(samples.inputs[:filled], samples.firing[:filled], samples.neurons)
+        return LayerSamples(samples.inputs[:filled], samples.firing[:filled], samples.neurons, self.device)
+
+    def splits(self, layer: int) -> tuple[LayerSamples, LayerSamples, LayerSamples]:
+        """Training, calibration and held-out samples of one layer."""
+        training, calibration, held_out = (self.layer(split, layer) for split in SPLITS)
+        return training, calibration, held_out
+
+    def tokens(self) -> int:
+        """Samples of each layer over all splits."""
+        return sum(self._filled.values())
 
     def put_input(self, split: Split, layer: int, inputs: "torch.Tensor") -> None:
         start = self._filled[split]
@@ -101,9 +117,8 @@ class SampleStore:
             path = str(directory / f"{split}.{layer}.{kind}")
             return torch.from_file(path, shared=True, size=tokens * columns, dtype=dtype).view(tokens, columns)
 
-        return LayerSamples(
-            mapped("inputs", hidden, torch.bfloat16), mapped("firing", (neurons + 7) // 8, torch.uint8), neurons
-        )
+        inputs, firing = mapped("inputs", hidden, torch.bfloat16), mapped("firing", (neurons + 7) // 8, torch.uint8)
+        return LayerSamples(inputs, firing, neurons, self.device)
 
 
 def split_tokens(total: int) -> dict[Split, int]:
@@ -127,7 +142,6 @@ def collect_samples(
     """
     import torch
 
-    device = next(model.parameters()).device
     for split in SPLITS:
         texts = (text for index, text in enumerate(documents(corpus)) if split_of(index) == split)
         windows = token_windows(texts, tokenizer, window, store.room(split))
@@ -143,7 +157,7 @@ def collect_samples(
                 torch.inference_mode(),
                 observe_ffn(model, store.shape, predictor_input=put_input, pre_activation=put_firing),
             ):
-                model.base_model(input_ids=batch.to(device), use_cache=False)
+                model.base_model(input_ids=batch.to(store.device), use_cache=False)
             store.advance(split, batch.numel())
             advance(batch.numel())
         if not len(store.layer(split, 0)):
