@@ -43,13 +43,14 @@ class _LayerCurve:
 def upper_bound(problem: PlacementProblem) -> int | float:
     """No feasible choice has a larger :meth:`PlacementProblem.value`; an int where all impacts are."""
     curves = [_curve(problem, layer) for layer in problem.open_layers()]
+    capacity = problem.gpu_capacity // problem.unit * problem.unit
     cheap, dear = 0.0, max((float(curve.density[0]) for curve in curves), default=0.0) + 1.0
     bound = math.inf
     for _ in range(_BISECTIONS):
         price = (cheap + dear) / 2
         best = [curve.best(price) for curve in curves]
-        bound = min(bound, price * problem.gpu_capacity + sum(gain for gain, _ in best))
-        if sum(neurons for _, neurons in best) > problem.gpu_capacity:
+        bound = min(bound, price * capacity + sum(gain for gain, _ in best))
+        if sum(neurons for _, neurons in best) > capacity:
             cheap = price
         else:
             dear = price
@@ -61,7 +62,7 @@ def _curve(problem: PlacementProblem, layer: int) -> _LayerCurve:
     groups = problem.layers[layer]
     firings = np.concatenate([[0.0], groups.impacts.cumsum(dtype=np.float64)])
     neurons = np.concatenate([[0.0], groups.sizes.cumsum(dtype=np.float64)])
-    fewest = float(problem.min_gpu_neurons[layer] or 0)
+    fewest = float(-(-(problem.min_gpu_neurons[layer] or 0) // problem.unit) * problem.unit)
     return _LayerCurve(
         firings, neurons, groups.impacts / groups.sizes, fewest, float(np.interp(fewest, neurons, firings))
     )

@@ -6,8 +6,6 @@ It contains the model and the reading of the solver's answer. What things cost i
 import tempfile
 import time
 from dataclasses import dataclass
-from functools import reduce
-from math import gcd
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +54,8 @@ def placement_program(problem: PlacementProblem) -> tuple[pulp.LpProblem, dict[t
     """
     L = problem.open_layers()
     v = {layer: problem.layers[layer].impacts for layer in L}
-    sizes = {layer: problem.layers[layer].sizes for layer in L}
-    unit = reduce(gcd, (int(size) for layer in L for size in np.unique(sizes[layer])))
-    n = {layer: sizes[layer] // unit for layer in L}
+    unit = problem.unit
+    n = {layer: problem.layers[layer].sizes // unit for layer in L}
     B, R = problem.gpu_capacity // unit, -(-problem.fewest_on_gpu // unit)
     C = {layer: -(-(problem.min_gpu_neurons[layer] or 0) // unit) for layer in L}
     G = {layer: range(len(n[layer])) for layer in L}

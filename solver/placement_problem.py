@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
+from math import gcd
 
 import numpy as np
 
@@ -30,6 +32,11 @@ class PlacementProblem:
             for layer, fewest in enumerate(self.min_gpu_neurons)
             if fewest is not None and fewest <= self.gpu_capacity
         ]
+
+    @property
+    def unit(self) -> int:
+        """Largest common divisor of the groups' sizes: every choice holds a multiple of it."""
+        return reduce(gcd, (int(size) for groups in self.layers for size in np.unique(groups.sizes)))
 
     def nothing(self) -> list[np.ndarray]:
         """The choice that leaves every group on the CPU."""
