@@ -1,0 +1,5 @@
+"""``python -m pi_toolkit.runtime`` is ``pi-run``."""
+
+from .cli import main
+
+main()

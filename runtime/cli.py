@@ -1,0 +1,112 @@
+"""``pi-run``: text from a workspace."""
+
+from pathlib import Path
+
+import click
+
+from pi_toolkit.profiler.command_line import (
+    FiniteFloatType,
+    ToolkitCommand,
+    device_option,
+    dtype_option,
+    emit_json,
+    json_option,
+    note,
+    percent,
+    version_option,
+)
+
+
+@click.command(cls=ToolkitCommand)
+@click.argument("workspace", type=click.Path(path_type=Path))
+@click.option("-p", "--prompt", required=True, help="Text to continue.")
+@click.option(
+    "-n", "--new-tokens", type=click.IntRange(min=1), default=128, show_default=True, help="Tokens to generate."
+)
+@click.option(
+    "--mode",
+    type=click.Choice(["dense", "exact", "predicted"]),
+    help="All neurons; those that fire; those the predictors name.  [default: predicted, or exact without predictors]",
+)
+@click.option("--temperature", type=FiniteFloatType(), default=0.0, show_default=True, help="0 is greedy.")
+@click.option("--top-k", type=click.IntRange(min=0), default=0, show_default=True, help="Draw among this many; 0: all.")
+@click.option("--top-p", type=FiniteFloatType(exclusive=True, maximum=1.0), default=1.0, show_default=True)
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
+@click.option("--ctx", type=click.IntRange(min=2), help="Tokens of prompt and answer.  [default: the placement's]")
+@click.option("--gpuidx", type=click.Path(path_type=Path), help="Placement to use.  [default: the workspace's]")
+@click.option("--threads", type=click.IntRange(min=1), help="CPU threads.  [default: torch's choice]")
+@click.option("--model", help="Where the weights are now, if not where pi-profile found them.")
+@device_option
+@dtype_option
+@json_option
+@version_option
+def main(
+    workspace: Path,
+    prompt: str,
+    new_tokens: int,
+    mode: str | None,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    seed: int,
+    ctx: int | None,
+    gpuidx: Path | None,
+    threads: int | None,
+    model: str | None,
+    device: str,
+    dtype: str,
+    as_json: bool,
+) -> None:
+    """Continue a text with the model of WORKSPACE, hot neurons on the GPU, cold ones on the CPU, silent ones skipped.
+
+    \b
+    Example:
+      pi-run opt-6.7b-pi -p "Once upon a time" -n 128
+    """
+    import torch
+
+    from pi_toolkit.profiler.workspace import Workspace
+
+    from .engine import EngineOptions, open_engine
+    from .generate import check_prompt, generate
+    from .sampling import Sampler, SamplingOptions
+    from .text_stream import TextStream
+
+    if threads:
+        torch.set_num_threads(threads)
+    engine = open_engine(Workspace(workspace), EngineOptions(mode, gpuidx, ctx, device, dtype, model))  # type: ignore[arg-type]
+    context = engine.decoder.cache.context
+    prompt_ids = engine.tokenizer(prompt)["input_ids"]
+    check_prompt(len(prompt_ids), context)
+    if len(prompt_ids) + new_tokens > context:
+        note(
+            f"the context of {context} tokens ends the answer after {context - len(prompt_ids)} tokens: raise --ctx for more"
+        )
+
+    stream = TextStream(engine.tokenizer, prompt_ids)
+    click.echo(prompt, nl=False)
+
+    def show(token: int) -> None:
+        click.echo(stream.push(token), nl=False)
+
+    sampler = Sampler(SamplingOptions(temperature, top_k, top_p, seed))
+    result = generate(engine.decoder, prompt_ids, new_tokens, sampler, engine.end_ids, show)
+    click.echo(stream.finish())
+    note(
+        f"prompt {result.prompt_tokens} tokens at {result.prompt_tokens_per_second:,.1f} tokens/s, then "
+        f"{len(result.token_ids)} tokens at {result.decode_tokens_per_second:,.1f} tokens/s; mode "
+        f"{engine.decoder.mode}, {percent(engine.hot_share)} of the neurons on the hot tier ({engine.plan.hot})"
+    )
+    if as_json:
+        emit_json(
+            {
+                "text": stream.text,
+                "token_ids": result.token_ids,
+                "prompt_tokens": result.prompt_tokens,
+                "generated_tokens": len(result.token_ids),
+                "prompt_tokens_per_second": result.prompt_tokens_per_second,
+                "decode_tokens_per_second": result.decode_tokens_per_second,
+                "mode": engine.decoder.mode,
+                "gpu_neuron_share": engine.hot_share,
+            }
+        )

@@ -1,0 +1,140 @@
+"""A lean decoder for one step of many sequences at once: embedding, attention with a cache, placed FFN, output head.
+
+It knows shapes, weights and a cache, no files, no tokenizer and no sampling. Every token is computed as if it were
+alone, so the result does not depend on how sequences are batched or prompts are cut.
+"""
+
+from typing import TYPE_CHECKING
+
+from pi_toolkit.profiler.model_families import ModelShape
+
+from .kernels.sparse_ffn_reference import Mode
+from .kv_cache import KeyValueCache
+from .weights import LayerWeights, ModelWeights
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Decoder:
+    """Runs one model in *mode* over a cache of *slots* sequences of up to *context* tokens."""
+
+    def __init__(self, shape: ModelShape, weights: ModelWeights, slots: int, context: int, mode: Mode) -> None:
+        self.shape, self.weights, self.mode = shape, weights, mode
+        devices = [layer.device for layer in weights.layers]
+        self.cache = KeyValueCache.allocate(shape, devices, slots, context, weights.embedding.dtype)
+        self._rotations = {device: self._rotation_table(device, context) for device in set(devices)}
+
+    def step(self, tokens: "torch.Tensor", positions: "torch.Tensor", slots: "torch.Tensor") -> "torch.Tensor":
+        """Logits float32 [rows, vocabulary] after the last of *tokens*; arguments as in :meth:`hidden_states`."""
+        return self.logits(self.hidden_states(tokens, positions, slots)[:, -1])
+
+    def hidden_states(self, tokens: "torch.Tensor", positions: "torch.Tensor", slots: "torch.Tensor") -> "torch.Tensor":
+        """Residual stream after the last layer, [rows, tokens, hidden].
+
+        Row r holds the next tokens of the sequence in slot ``slots[r]``: *tokens* int64 [rows, tokens] at *positions*
+        int64 [rows, tokens], which ascend by one and lie below the cache's context. All three are on the CPU.
+        """
+        import torch
+
+        with torch.inference_mode():
+            weights, shape = self.weights, self.shape
+            residual = weights.embedding[tokens.to(weights.embedding.device)]
+            if weights.positions is not None:
+                residual = residual + weights.positions[positions.to(residual.device) + shape.position_offset]
+            first, end = self._key_range(positions)
+            allowed = self._allowed_keys(positions, first, end)
+            for number, layer in enumerate(weights.layers):
+                residual = residual.to(layer.device)
+                normed = layer.attention_norm(residual)
+                attended = self._attention(number, layer, normed, positions, slots, (first, end), allowed)
+                if shape.parallel_block:
+                    ffn_input = layer.ffn_norm(residual) if layer.ffn_norm else normed
+                    residual = residual + attended + self._ffn(layer, ffn_input, residual)
+                else:
+                    assert layer.ffn_norm is not None, "only parallel blocks share a norm"
+                    residual = residual + attended
+                    residual = residual + self._ffn(layer, layer.ffn_norm(residual), residual)
+            return residual
+
+    def logits(self, hidden_states: "torch.Tensor") -> "torch.Tensor":
+        """Final norm and output head: float32 [..., vocabulary] from [..., hidden], on the head's device."""
+        import torch
+
+        with torch.inference_mode():
+            normed = self.weights.final_norm(hidden_states.to(self.weights.head.device))
+            return (normed @ self.weights.head.T).float()
+
+    def _ffn(self, layer: LayerWeights, normed: "torch.Tensor", residual: "torch.Tensor") -> "torch.Tensor":
+        hidden = self.shape.hidden_size
+        flat = layer.ffn(normed.reshape(-1, hidden), residual.reshape(-1, hidden), self.mode)
+        return flat.view_as(residual)
+
+    def _attention(
+        self,
+        number: int,
+        layer: LayerWeights,
+        normed: "torch.Tensor",
+        positions: "torch.Tensor",
+        slots: "torch.Tensor",
+        key_range: tuple[int, int],
+        allowed: "torch.Tensor | None",
+    ) -> "torch.Tensor":
+        from torch.nn.functional import scaled_dot_product_attention
+
+        shape, (rows, tokens, _) = self.shape, normed.shape
+        heads, kv_heads = shape.num_heads, shape.num_kv_heads
+        stacked = layer.query_key_value(normed).view(rows, tokens, heads + 2 * kv_heads, shape.head_dim)
+        rotated, value = stacked.split([heads + kv_heads, kv_heads], dim=2)
+        if shape.rotary:
+            rotated = self._rotate(rotated, positions)
+        query, key = (part.transpose(1, 2) for part in rotated.split([heads, kv_heads], dim=2))
+        self.cache.store(number, slots, positions, key, value.transpose(1, 2))
+        keys, values = self.cache.load(number, slots, *key_range)
+        if tokens == 1 and heads != kv_heads:
+            # Query heads that share a key head stand in for tokens, so that no key has to be repeated.
+            query = query.view(rows, kv_heads, heads // kv_heads, shape.head_dim)
+        mask = None if allowed is None else allowed.to(query.device)
+        grouped = query.shape[1] != kv_heads
+        attended = scaled_dot_product_attention(query, keys, values, attn_mask=mask, enable_gqa=grouped)
+        attended = attended.reshape(rows, heads, tokens, shape.head_dim).transpose(1, 2)
+        return layer.output(attended.reshape(rows, tokens, heads * shape.head_dim))
+
+    def _key_range(self, positions: "torch.Tensor") -> tuple[int, int]:
+        """The positions [first, end) of the keys that any of these tokens may see."""
+        window = self.shape.sliding_window
+        first = max(0, int(positions[:, 0].min()) - window + 1) if window else 0
+        return first, int(positions[:, -1].max()) + 1
+
+    def _allowed_keys(self, positions: "torch.Tensor", first: int, end: int) -> "torch.Tensor | None":
+        """Mask bool [rows, 1, tokens, end − first], or None when every token sees every key of the range."""
+        import torch
+
+        key_positions = torch.arange(first, end)
+        allowed = key_positions <= positions[:, :, None]
+        if window := self.shape.sliding_window:
+            allowed &= key_positions > positions[:, :, None] - window
+        return None if bool(allowed.all()) else allowed[:, None]
+
+    def _rotation_table(self, device: "torch.device", context: int) -> "tuple[torch.Tensor, torch.Tensor] | None":
+        """Cosines and sines [context, head_dim] of the rotary angles, both halves alike."""
+        import torch
+
+        rotary = self.shape.rotary
+        if rotary is None:
+            return None
+        exponents = torch.arange(0, self.shape.head_dim, 2, dtype=torch.float32) / self.shape.head_dim
+        angles = torch.arange(context)[:, None] / rotary.linear_factor * (1.0 / rotary.theta**exponents)
+        both = torch.cat((angles, angles), dim=-1)
+        dtype = self.weights.embedding.dtype
+        return both.cos().to(device, dtype), both.sin().to(device, dtype)
+
+    def _rotate(self, heads: "torch.Tensor", positions: "torch.Tensor") -> "torch.Tensor":
+        """Rotary embedding of [rows, tokens, heads, head_dim] by *positions* [rows, tokens]."""
+        import torch
+
+        table = self._rotations[heads.device]
+        assert table is not None, "only rotary models rotate"
+        cosine, sine = (part[positions.to(heads.device)][:, :, None] for part in table)
+        low, high = heads.chunk(2, dim=-1)
+        return heads * cosine + torch.cat((-high, low), dim=-1) * sine

@@ -1,0 +1,194 @@
+"""From a workspace to a decoder that is ready to run: finds weights, predictors and placement, checks that they belong
+together, and says on stderr what is missing and what that means."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pi_toolkit.predictor_training import predictor_file
+from pi_toolkit.predictor_training.predictor_file import PredictorSet
+from pi_toolkit.profiler.command_line import note, percent, progress_bar
+from pi_toolkit.profiler.device import resolve_device, resolve_dtype
+from pi_toolkit.profiler.errors import GenerationError, HardwareError
+from pi_toolkit.profiler.model_families import ModelShape
+from pi_toolkit.profiler.token_windows import load_tokenizer
+from pi_toolkit.profiler.workspace import ModelRecord, Workspace, open_checkpoint, read_model
+from pi_toolkit.solver import gpuidx
+from pi_toolkit.solver.gpuidx import GpuIndex
+from pi_toolkit.solver.memory import unit_bytes
+
+from .decoder import Decoder
+from .kernels.sparse_ffn_reference import Mode
+from .tier_plan import TierPlan, all_cold, from_index
+from .weights import load_weights
+
+if TYPE_CHECKING:
+    import torch
+
+DEFAULT_CONTEXT = 4096
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """How to run; None takes what the workspace offers.
+
+    ``mode``: predicted where there are predictors, else exact. ``gpuidx``: the workspace's placement. ``context``: the
+    placement's, else the model's limit up to 4096. ``device`` is the hot tier's. ``model``: where the weights are now.
+    """
+
+    mode: Mode | None = None
+    gpuidx: Path | None = None
+    context: int | None = None
+    device: str = "auto"
+    dtype: str = "auto"
+    model: str | None = None
+    slots: int = 1
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A decoder and what belongs to it."""
+
+    record: ModelRecord
+    decoder: Decoder
+    tokenizer: Any
+    plan: TierPlan
+    end_ids: frozenset[int]
+
+    @property
+    def hot_share(self) -> float:
+        """Share of the FFN neurons on the hot tier."""
+        return self.plan.hot_share(self.record.shape)
+
+
+def open_engine(workspace: Workspace, options: EngineOptions) -> Engine:
+    """Load the model of *workspace*.
+
+    Raises named errors for files that are missing where they were asked for, damaged, or of another model, and for a
+    context beyond the model's positions.
+    """
+    import torch
+
+    record = read_model(workspace)
+    shape = record.shape
+    shape.require_relu()
+    predictors, mode = choose_mode(workspace, record, options.mode)
+    index = _find_placement(workspace, record, options.gpuidx)
+    context = _context(shape, options.context, index)
+    hot, cold = resolve_device(options.device), torch.device("cpu")
+    plan = from_index(index, hot, cold) if index else all_cold(shape, hot, cold)
+    checkpoint = open_checkpoint(workspace, record, options.model)
+    dtype = resolve_dtype(_dtype_name(options.dtype, index, hot), hot, checkpoint.dtype(), shape.num_parameters())
+    tokenizer = load_tokenizer(checkpoint.directory)
+    _announce_tiers(plan, shape, index)
+    _check_gpu_memory(plan, shape, index, predictors, dtype, context, options.slots)
+    with progress_bar("loading", shape.num_layers, "layers") as progress:
+        weights = load_weights(checkpoint, plan, predictors, dtype, progress.advance)
+    decoder = Decoder(shape, weights, options.slots, context, mode)
+    return Engine(record, decoder, tokenizer, plan, read_end_ids(checkpoint.directory))
+
+
+def choose_mode(workspace: Workspace, record: ModelRecord, wanted: Mode | None) -> tuple[PredictorSet | None, Mode]:
+    """The predictors, if the mode needs them, and the mode.
+
+    Raises ``GenerationError`` when mode predicted is asked for and there are no predictors.
+    """
+    present = workspace.predictor.exists()
+    if wanted == "predicted" and not present:
+        raise GenerationError(
+            f"{str(workspace.path)!r} has no predictors for --mode predicted: run pi-train-predictor, or use --mode exact"
+        )
+    if wanted is None and not present:
+        note("no predictors in the workspace: running in mode exact (pi-train-predictor makes them)")
+    mode: Mode = wanted or ("predicted" if present else "exact")
+    if mode != "predicted":
+        return None, mode
+    shape = record.shape
+    predictors = predictor_file.read(workspace.predictor, shape.hidden_size, shape.ffn_sizes, record.fingerprint)
+    if predictors.fingerprint is None:
+        note(f"{str(workspace.predictor)!r} states no model fingerprint: it was checked by its shapes alone")
+    return predictors, mode
+
+
+def read_end_ids(directory: Path) -> frozenset[int]:
+    """Token ids that end a text, from ``generation_config.json`` or else ``config.json``; empty if neither names any."""
+    for name in ("generation_config.json", "config.json"):
+        try:
+            found = json.loads((directory / name).read_text("utf-8")).get("eos_token_id")
+        except (FileNotFoundError, UnicodeDecodeError, json.JSONDecodeError, AttributeError):
+            continue
+        ids = found if isinstance(found, list) else [found]
+        if found is not None and all(isinstance(end, int) for end in ids):
+            return frozenset(ids)
+    return frozenset()
+
+
+def _find_placement(workspace: Workspace, record: ModelRecord, wanted: Path | None) -> GpuIndex | None:
+    path = wanted or workspace.gpuidx(record)
+    if wanted is None and not path.exists():
+        note("no placement in the workspace: every neuron is on the CPU (pi-place makes one)")
+        return None
+    return gpuidx.read(path, record.shape.ffn_sizes, record.fingerprint)
+
+
+def _context(shape: ModelShape, wanted: int | None, index: GpuIndex | None) -> int:
+    if wanted is not None and wanted > shape.max_positions:
+        raise GenerationError(
+            f"--ctx {wanted} is beyond the model's {shape.max_positions} positions: choose a smaller one"
+        )
+    placed_for = index.context if index else None
+    return min(wanted or placed_for or DEFAULT_CONTEXT, shape.max_positions)
+
+
+def _dtype_name(wanted: str, index: GpuIndex | None, hot: "torch.device") -> str:
+    """On a GPU the placement's dtype is the default, because its bytes were counted in it."""
+    if wanted != "auto" or index is None or index.dtype is None or hot.type == "cpu":
+        return wanted
+    if index.dtype in ("float32", "bfloat16", "float16"):
+        return index.dtype
+    note(
+        f"the placement was made for {index.dtype} weights, which this release does not run: using the checkpoint's type"
+    )
+    return wanted
+
+
+def _announce_tiers(plan: TierPlan, shape: ModelShape, index: GpuIndex | None) -> None:
+    if index and plan.hot.type == "cpu":
+        note(
+            f"no GPU in use: both tiers are on the CPU ({percent(plan.hot_share(shape))} of the neurons on the hot one)"
+        )
+
+
+def _check_gpu_memory(
+    plan: TierPlan,
+    shape: ModelShape,
+    index: GpuIndex | None,
+    predictors: PredictorSet | None,
+    dtype: "torch.dtype",
+    context: int,
+    slots: int,
+) -> None:
+    """Count the hot tier's bytes for what will really be run, before any of them is allocated.
+
+    Raises ``HardwareError`` when the GPU has less free memory; says so when it is merely more than was planned for.
+    """
+    import torch
+
+    if index is None:
+        return
+    widths = [len(fc1) for fc1 in predictors.fc1] if predictors else None
+    units = unit_bytes(shape, str(dtype).removeprefix("torch."), context, slots, widths)
+    need = sum(bytes_ for bytes_, hot in zip(units.attention, plan.attention_hot, strict=True) if hot)
+    need += sum(bytes_ for bytes_, hot in zip(units.predictor, plan.predictor_hot, strict=True) if hot)
+    need += units.neuron * sum(len(ids) for ids in plan.hot_neurons) + units.head * plan.head_hot
+    if plan.hot.type == "cuda" and need > (free := torch.cuda.mem_get_info(plan.hot)[0]):
+        raise HardwareError(
+            f"the placement needs {need:,} bytes on {plan.hot} and {free:,} are free: run pi-place with a smaller --vram, "
+            "or lower --ctx"
+        )
+    if index.gpu_budget_bytes is not None and need > index.gpu_budget_bytes:
+        note(
+            f"with {str(dtype).removeprefix('torch.')} weights and context {context} the hot tier takes {need:,} bytes, more "
+            f"than the {index.gpu_budget_bytes:,} it was planned for (as {index.dtype}, context {index.context})"
+        )

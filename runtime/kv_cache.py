@@ -1,0 +1,49 @@
+"""Keys and values of the tokens seen so far, preallocated: one slot per sequence, room for a fixed context."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pi_toolkit.profiler.model_families import ModelShape
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+
+@dataclass(frozen=True)
+class KeyValueCache:
+    """``keys`` and ``values`` per layer: [slots, kv_heads, context, head_dim] on the layer's attention device."""
+
+    keys: "tuple[torch.Tensor, ...]"
+    values: "tuple[torch.Tensor, ...]"
+    context: int
+
+    @classmethod
+    def allocate(
+        cls, shape: ModelShape, devices: "Sequence[torch.device]", slots: int, context: int, dtype: "torch.dtype"
+    ) -> "KeyValueCache":
+        import torch
+
+        size = (slots, shape.num_kv_heads, context, shape.head_dim)
+        keys, values = (tuple(torch.zeros(size, dtype=dtype, device=device) for device in devices) for _ in range(2))
+        return cls(keys, values, context)
+
+    def store(
+        self, layer: int, slots: "torch.Tensor", positions: "torch.Tensor", key: "torch.Tensor", value: "torch.Tensor"
+    ) -> None:
+        """Keep *key* and *value* [rows, kv_heads, tokens, head_dim] of *positions* [rows, tokens] in *slots* [rows]."""
+        for cache, new in ((self.keys[layer], key), (self.values[layer], value)):
+            if len(slots) == 1:
+                first = int(positions[0, 0])
+                cache[int(slots[0]), :, first : first + new.shape[2]] = new[0]
+            else:
+                where = (slots[:, None].to(cache.device), slice(None), positions.to(cache.device))
+                cache[where] = new.transpose(1, 2)
+
+    def load(self, layer: int, slots: "torch.Tensor", first: int, end: int) -> "tuple[torch.Tensor, torch.Tensor]":
+        """Keys and values [rows, kv_heads, end − first, head_dim]; views where the slots are consecutive."""
+        start, rows = int(slots[0]), len(slots)
+        consecutive = slots.tolist() == list(range(start, start + rows))
+        chosen = slice(start, start + rows) if consecutive else slots.to(self.keys[layer].device)
+        return self.keys[layer][chosen, :, first:end], self.values[layer][chosen, :, first:end]
