@@ -1,0 +1,48 @@
+"""Fixtures shared by all tests: no network, few threads, and one way to call a command."""
+
+import json
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+@pytest.fixture
+def run() -> Callable[..., Result]:
+    """``run(main, *arguments)`` calls a command in this process."""
+
+    def call(main: Any, *arguments: object) -> Result:
+        return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+    return call
+
+
+@pytest.fixture
+def run_json(run: Callable[..., Result]) -> Callable[..., dict[str, Any]]:
+    """Like ``run`` with ``--json``; the object on the last line of stdout. Fails with the command's own words."""
+
+    def call(main: Any, *arguments: object) -> dict[str, Any]:
+        result = run(main, *arguments, "--json")
+        assert result.exit_code == 0, result.stderr
+        return json.loads(result.stdout.splitlines()[-1])
+
+    return call
+
+
+@pytest.fixture
+def refuses(run: Callable[..., Result]) -> Callable[..., str]:
+    """``refuses(main, *arguments, exit_code=1)``: the one-sentence error a command ends with; no traceback."""
+
+    def call(main: Any, *arguments: object, exit_code: int = 1) -> str:
+        result = run(main, *arguments)
+        assert result.exit_code == exit_code, (result.exit_code, result.output, result.exception)
+        assert result.exception is None or isinstance(result.exception, SystemExit), repr(result.exception)
+        message = result.stderr.strip().splitlines()[-1]
+        assert message.startswith("Error: ") and ": " in message.removeprefix("Error: "), message
+        return message
+
+    return call
