@@ -15,13 +15,12 @@ def greedy_placement(problem: PlacementProblem) -> Choice | None:
     impacts = np.concatenate([groups.impacts for groups in problem.layers])
     layer_of = np.repeat(np.arange(len(problem.layers)), [len(groups.sizes) for groups in problem.layers])
     hottest_first = np.argsort(-impacts / sizes, kind="stable")
-    boundaries = np.flatnonzero(np.diff(layer_of)) + 1
 
     open_layers = problem.open_layers()
     at_threshold = {layer: _groups_at_threshold(problem, layer) for layer in open_layers}
     open_layers.sort(key=lambda layer: -_impact_per_neuron(problem, layer, at_threshold[layer]))
     opened, forced = np.zeros(len(problem.layers), dtype=bool), problem.nothing()
-    best, best_value = None, -1.0
+    best, best_value = None, -1
     for layer in [None, *open_layers]:
         if layer is not None:
             opened[layer] = True
@@ -32,10 +31,12 @@ def greedy_placement(problem: PlacementProblem) -> Choice | None:
             break
         candidates = hottest_first[opened[layer_of[hottest_first]] & ~chosen[hottest_first]]
         _fill(chosen, sizes, candidates, room)
-        choice = tuple(np.split(chosen, boundaries))
-        if problem.is_feasible(choice) and problem.value(choice) > best_value:
-            best, best_value = choice, float(problem.value(choice))
-    return best
+        value = impacts[chosen].sum()
+        if value > best_value and sizes[chosen].sum() >= problem.fewest_on_gpu:
+            best, best_value = chosen, value
+    if best is None:
+        return None
+    return tuple(np.split(best, np.flatnonzero(np.diff(layer_of)) + 1))
 
 
 def _fill(chosen: np.ndarray, sizes: np.ndarray, candidates: np.ndarray, room: int) -> None:

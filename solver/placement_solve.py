@@ -42,6 +42,14 @@ def gap(value: float, bound: float) -> float:
     return max(0.0, (bound - value) / bound) if bound > 0 else 0.0
 
 
+def _does_not_fit(problem: PlacementProblem) -> PlacementError:
+    return PlacementError(
+        f"the model does not fit this machine: {problem.fewest_on_gpu:,} FFN neurons are beyond the CPU's memory, the "
+        f"GPU has room for {problem.gpu_capacity:,}, and no choice of layers that are worth a synchronisation satisfies "
+        "both: use a smaller --dtype, a shorter --ctx, more --vram or --hardware with more memory"
+    )
+
+
 def _with_tolerance(proved: int | float) -> int | float:
     """What CBC may have missed of its proven optimum; nothing where counts are whole numbers below ten million."""
     bound = proved * (1 + CBC_TOLERANCE)
@@ -51,6 +59,8 @@ def _with_tolerance(proved: int | float) -> int | float:
 def solve(problem: PlacementProblem, time_limit_seconds: float) -> Solution:
     """The best placement found; raises ``PlacementError`` when none fits the memory of both devices."""
     began = time.monotonic()
+    if problem.fewest_on_gpu > problem.gpu_capacity:
+        raise _does_not_fit(problem)
     greedy = greedy_placement(problem)
     bound = upper_bound(problem)
     answer: CbcAnswer | None = None
@@ -65,11 +75,7 @@ def solve(problem: PlacementProblem, time_limit_seconds: float) -> Solution:
     elif greedy is not None:
         answer = CbcAnswer(greedy, proved=True)
     if answer is None and greedy is None:
-        raise PlacementError(
-            f"the model does not fit this machine: {problem.fewest_on_gpu:,} FFN neurons are beyond the CPU's memory, "
-            f"the GPU has room for {problem.gpu_capacity:,} and no choice of layers that are worth a synchronisation "
-            "satisfies both: use a smaller --dtype, a shorter --ctx, more --vram or --hardware with more memory"
-        )
+        raise _does_not_fit(problem)
     seconds = time.monotonic() - began
     if answer is None:
         assert greedy is not None

@@ -1,0 +1,126 @@
+"""Whole placements: units in order, budgets never exceeded, and a check that notices every kind of wrong answer."""
+
+from dataclasses import replace
+
+import cbcbox
+import numpy as np
+import pytest
+from pi_toolkit.profiler.errors import PlacementError
+from pi_toolkit.profiler.hardware import GIB, read_hardware
+from pi_toolkit.solver.memory import unit_bytes
+from pi_toolkit.solver.placement import PlacementRequest, place, place_dense_units
+from pi_toolkit.solver.placement_check import check_placement
+from solver_cases import MISTRAL_7B, OPT_175B, machine, tiny_shape, zipf_counts
+
+BUDGETS_GIB = [0.5, 1, 2, 4, 8, 12, 16, 24]
+
+
+def request(vram_gib: float, dtype: str = "bfloat16", context: int = 2048, **changes: object) -> PlacementRequest:
+    return replace(PlacementRequest(int(vram_gib * GIB), int(0.25 * GIB), dtype, context, 1), **changes)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "q4_0"])
+def test_mistral_fits_every_budget(dtype):
+    """A budget that is too small for the attention must not be an error, and none may be exceeded."""
+    counts, served = zipf_counts(MISTRAL_7B.ffn_sizes), -1
+    for vram in BUDGETS_GIB:
+        placement = place(MISTRAL_7B, counts, machine(), request(vram, dtype))
+        assert placement.gpu_bytes <= placement.gpu_budget_bytes == int((vram - 0.25) * GIB)
+        assert placement.status == "optimal" and placement.gap <= 1e-4
+        if all(placement.attention_on_gpu):
+            assert placement.objective_value >= served
+            served = placement.objective_value
+
+
+@pytest.mark.parametrize(("dtype", "vram"), [("bfloat16", 24), ("q4_0", 24)])
+def test_opt_175b_is_solved(dtype, vram):
+    """73,728 groups; only part of the attention fits."""
+    placement = place(OPT_175B, zipf_counts(OPT_175B.ffn_sizes), machine(), request(vram, dtype))
+    assert 0 < sum(placement.attention_on_gpu) < 96
+    assert placement.gpu_bytes <= placement.gpu_budget_bytes
+    assert placement.status == "optimal" and placement.gap <= 1e-4
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "q4_0"])
+def test_opt_175b_fits_every_budget_without_cbc(dtype, monkeypatch, tmp_path):
+    monkeypatch.setattr(cbcbox, "cbc_bin_path", lambda: str(tmp_path / "missing"))
+    counts = zipf_counts(OPT_175B.ffn_sizes)
+    for vram in BUDGETS_GIB:
+        placement = place(OPT_175B, counts, machine(), request(vram, dtype))
+        assert placement.gpu_bytes <= placement.gpu_budget_bytes
+        assert placement.gap < 0.02
+
+
+def test_dense_units_go_first_in_layer_order():
+    shape = tiny_shape((64, 64, 64))
+    units = unit_bytes(shape, "float32", 64, 1, [32, 32, 32])
+    attention, predictor = units.attention[0], units.predictor[0]
+    budget = 2 * attention + predictor + 1
+    dense = place_dense_units(units, budget)
+    assert dense.attention_on_gpu == (True, True, False)
+    assert dense.predictor_on_gpu == (True, False, False)
+    assert dense.gpu_bytes == 2 * attention + predictor
+    everything = place_dense_units(units, 10**9)
+    assert everything.head_on_gpu and everything.cpu_bytes == units.embedding
+
+
+def test_a_tied_head_on_the_cpu_is_the_embedding():
+    """Counting it twice refuses models that fit."""
+    units = unit_bytes(tiny_shape((64,), tied_embeddings=True), "float32", 64, 1)
+    assert place_dense_units(units, 0).cpu_bytes == units.embedding + sum(units.attention)
+
+
+def test_no_gpu_means_an_empty_placement():
+    shape = tiny_shape((64, 64))
+    placement = place(shape, zipf_counts(shape.ffn_sizes), read_hardware("cpu-only"), request(24, context=64))
+    assert placement.gpu_bytes == 0 and not any(len(ids) for ids in placement.gpu_neurons)
+    assert placement.min_gpu_neurons == (None, None) and placement.status == "optimal"
+
+
+def test_a_model_beyond_both_memories_is_refused():
+    with pytest.raises(PlacementError, match="--vram"):
+        place(OPT_175B, zipf_counts(OPT_175B.ffn_sizes), machine(cpu_gib=192), request(24))
+    with pytest.raises(PlacementError, match="--dtype"):
+        place(OPT_175B, zipf_counts(OPT_175B.ffn_sizes), machine(cpu_gib=16), request(1))
+
+
+def test_cpu_memory_is_respected():
+    """The CPU holds half of the neurons, so the GPU must take more than pays."""
+    shape = tiny_shape((640, 640))
+    units = unit_bytes(shape, "float32", 64, 1)
+    cpu_bytes = units.embedding + 640 * units.neuron
+    hardware = replace(machine(), cpu_memory_bytes=cpu_bytes)
+    ask = request(1, "float32", 64, sync_seconds=0.0)
+    counts = tuple(np.zeros(640, dtype=np.int64) for _ in range(2))
+    placement = place(shape, counts, hardware, ask)
+    assert placement.cpu_bytes <= cpu_bytes and sum(len(ids) for ids in placement.gpu_neurons) >= 640
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda p: {"gpu_neurons": (p.gpu_neurons[0][::-1], p.gpu_neurons[1])},
+        lambda p: {"gpu_neurons": (np.append(p.gpu_neurons[0][:-1], 10**6), p.gpu_neurons[1])},
+        lambda p: {"gpu_neurons": (p.gpu_neurons[0][1:], p.gpu_neurons[1])},
+        lambda p: {"gpu_neurons": p.gpu_neurons[:1]},
+        lambda p: {"min_gpu_neurons": (None, 0)},
+        lambda p: {"min_gpu_neurons": (len(p.gpu_neurons[0]) + 1, 0)},
+        lambda p: {"gpu_bytes": p.gpu_bytes - 1},
+        lambda p: {"gpu_budget_bytes": p.gpu_bytes - 1},
+        lambda p: {"cpu_bytes": p.cpu_bytes + 1},
+        lambda p: {"head_on_gpu": not p.head_on_gpu},
+        lambda p: {"objective_value": p.objective_value + 1},
+        lambda p: {"upper_bound": p.objective_value - 1},
+    ],
+)
+def test_the_check_notices(change):
+    """A solver's answer is believed only after this; each lambda is one way of being wrong."""
+    shape = tiny_shape((640, 640))
+    counts = zipf_counts(shape.ffn_sizes)
+    ask = request(1, "float32", 64, vram_bytes=500_000, reserve_bytes=0, sync_seconds=0.0)
+    placement = place(shape, counts, machine(), ask)
+    units = unit_bytes(shape, "float32", 64, 1)
+    assert 0 < len(placement.gpu_neurons[0]) < 640
+    check_placement(placement, units, counts, machine().cpu_memory_bytes)
+    with pytest.raises(PlacementError, match="did not pass"):
+        check_placement(replace(placement, **change(placement)), units, counts, machine().cpu_memory_bytes)
