@@ -90,17 +90,16 @@ def solve_with_cbc(problem: PlacementProblem, time_limit_seconds: float) -> CbcA
 
     One thread and fixed seeds: the same problem gives the same answer, unless the time limit cuts the search short.
     """
-    program, x = placement_program(problem)
-    began = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            solver = pulp.COIN_CMD(
-                path=_cbc_path(), msg=False, gapRel=0, threads=None, timeLimit=time_limit_seconds, options=_CBC_OPTIONS
-            )
-            solver.tmpDir = folder
+    try:
+        solver = pulp.COIN_CMD(
+            path=_cbc_path(), msg=False, gapRel=0, timeLimit=time_limit_seconds, options=_CBC_OPTIONS
+        )
+        program, x = placement_program(problem)
+        began = time.monotonic()
+        with tempfile.TemporaryDirectory() as solver.tmpDir:
             program.solve(solver)
-        except (pulp.PulpSolverError, OSError, ImportError, ValueError, IndexError) as error:
-            raise CbcUnusableError(f"CBC cannot be used ({error}): reinstall with pip install 'pulp[cbc]'") from error
+    except (pulp.PulpSolverError, OSError, ImportError, ValueError, IndexError) as error:
+        raise CbcUnusableError(f"CBC cannot be used ({error}): reinstall it with pip install 'pulp[cbc]'") from error
     # PuLP's `status` says "Optimal" after a time-out, and `sol_status` may say so too over fractional values.
     if program.sol_status == pulp.LpSolutionInfeasible:
         return None

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import cached_property, reduce
 from math import gcd
 
 import numpy as np
@@ -33,7 +33,7 @@ class PlacementProblem:
             if fewest is not None and fewest <= self.gpu_capacity
         ]
 
-    @property
+    @cached_property
     def unit(self) -> int:
         """Largest common divisor of the groups' sizes: every choice holds a multiple of it."""
         return reduce(gcd, (int(size) for groups in self.layers for size in np.unique(groups.sizes)))

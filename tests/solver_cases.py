@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+
 from pi_toolkit.profiler import activation_stats
 from pi_toolkit.profiler.hardware import GIB, Gpu, Hardware
 from pi_toolkit.profiler.model_families import ModelShape, Rotary
