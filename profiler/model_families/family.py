@@ -1,5 +1,6 @@
 """What a family file provides, and the strict reading of a Hugging Face ``config.json`` that all of them share."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -10,13 +11,14 @@ from .shape import ModelShape, Rotary
 if TYPE_CHECKING:
     import torch
 
-# Keys that steer training, tokens, storage or the host program, never the maths of a forward pass in evaluation.
+# Keys that steer training, tokens, sampling, storage or the host program, never the maths of a forward pass in evaluation.
 NEUTRAL_KEYS = frozenset(
     """
     _name_or_path name_or_path architectures model_type transformers_version torch_dtype dtype use_cache prefix
     bos_token_id eos_token_id pad_token_id tokenizer_class initializer_range init_std attention_dropout dropout
     activation_dropout hidden_dropout layerdrop pretraining_tp output_attentions output_hidden_states return_dict
-    gradient_checkpointing is_llama_config transformers.js_config
+    gradient_checkpointing is_llama_config transformers.js_config chunk_size_feed_forward id2label label2id
+    problem_type max_length do_sample temperature top_k top_p repetition_penalty
     """.split()
 )
 
@@ -74,10 +76,10 @@ class ConfigReader:
         value = self._config.get(key)
         return default if value is None else value
 
-    def nullable(self, key: str, default: Any) -> Any:
-        """Like :meth:`get`, for keys whose null has a meaning of its own."""
+    def nullable_size(self, key: str, default: int) -> int | None:
+        """Like :meth:`size`, for keys whose null has a meaning of its own."""
         self._asked.add(key)
-        return self._config.get(key, default)
+        return None if self._config.get(key, default) is None else self.size(key, default)
 
     def size(self, key: str, default: int | None = None) -> int:
         """A positive whole number; without *default* the key is required."""
@@ -85,6 +87,18 @@ class ConfigReader:
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise UnsupportedModelError(
                 f"config.json states {key} = {value!r} where a positive whole number belongs: use a complete model directory"
+            )
+        return value
+
+    def number(self, key: str, default: float) -> float:
+        """A finite number above zero."""
+        return _positive(key, self.get(key, default))
+
+    def text(self, key: str, default: str) -> str:
+        value = self.get(key, default)
+        if not isinstance(value, str):
+            raise UnsupportedModelError(
+                f"config.json states {key} = {value!r} where a name belongs: use a complete model directory"
             )
         return value
 
@@ -98,20 +112,25 @@ class ConfigReader:
 
     def rotary(self) -> Rotary:
         """``rope_parameters`` or the older ``rope_theta`` and ``rope_scaling``."""
-        parameters = dict(self.get("rope_parameters", {})) or {
-            "rope_theta": self.get("rope_theta", 10000.0),
-            **self.get("rope_scaling", {}),
-        }
-        self._asked |= {"rope_theta", "rope_scaling"}
+        parameters = self._table("rope_parameters") or self._table("rope_scaling")
+        self._asked.add("rope_scaling")
         kind = parameters.pop("rope_type", parameters.pop("type", "default"))
         parameters.pop("type", None)
-        theta = float(parameters.pop("rope_theta", self.get("rope_theta", 10000.0)))
-        factor = float(parameters.pop("factor", 1.0)) if kind == "linear" else 1.0
+        theta = _positive("rope_theta", parameters.pop("rope_theta", self.get("rope_theta", 10000.0)))
+        factor = _positive("the rotary factor", parameters.pop("factor", 1.0)) if kind == "linear" else 1.0
         if kind not in ("default", "linear") or any(parameters.values()):
             raise UnsupportedModelError(
                 f"rotary scaling {kind!r} with {parameters} is not implemented (default and linear are): use another model"
             )
         return Rotary(theta, factor)
+
+    def _table(self, key: str) -> dict[str, Any]:
+        value = self.get(key, {})
+        if not isinstance(value, Mapping):
+            raise UnsupportedModelError(
+                f"config.json states {key} = {value!r} where an object belongs: use a complete model directory"
+            )
+        return dict(value)
 
     def refuse_the_rest(self) -> None:
         """Raise ``UnsupportedModelError`` naming every key that could change the maths and was not asked for."""
@@ -121,3 +140,12 @@ class ConfigReader:
                 f"config.json has keys whose effect on the maths is not known here ({', '.join(unknown)}): "
                 "use a model without them"
             )
+
+
+def _positive(key: str, value: Any) -> float:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not math.isfinite(value) or value <= 0:
+        raise UnsupportedModelError(
+            f"config.json states {key} = {value!r} where a number above 0 belongs: use a complete model directory"
+        )
+    return float(value)

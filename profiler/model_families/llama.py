@@ -22,15 +22,15 @@ def read_shape(config: Mapping[str, Any]) -> ModelShape:
         num_kv_heads=read.size("num_key_value_heads", 8 if mistral else heads),
         head_dim=read.size("head_dim", hidden // heads),
         max_positions=read.size("max_position_embeddings", 131072 if mistral else 2048),
-        activation=read.get("hidden_act", "silu"),
+        activation=read.text("hidden_act", "silu"),
         gated=True,
         norm="rms",
-        norm_epsilon=float(read.get("rms_norm_eps", 1e-6)),
+        norm_epsilon=read.number("rms_norm_eps", 1e-6),
         attention_bias=bool(read.get("attention_bias", False)),
         ffn_bias=False,
         tied_embeddings=bool(read.get("tie_word_embeddings", False)),
         rotary=read.rotary(),
-        sliding_window=read.nullable("sliding_window", 4096) if mistral else None,
+        sliding_window=read.nullable_size("sliding_window", 4096) if mistral else None,
     )
     read.refuse_the_rest()
     return shape

@@ -27,7 +27,7 @@ def read_shape(config: Mapping[str, Any]) -> ModelShape:
         num_kv_heads=heads,
         head_dim=hidden // heads,
         max_positions=read.size("max_position_embeddings", 2048),
-        activation=read.get("activation_function", "relu"),
+        activation=read.text("activation_function", "relu"),
         gated=False,
         norm="layer",
         norm_epsilon=1e-5,  # torch's default, which OPT's code leaves in place

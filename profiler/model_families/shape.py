@@ -3,6 +3,7 @@
 It knows no Hugging Face names and imports no torch, so that placements can be computed from it alone.
 """
 
+import math
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
@@ -118,12 +119,16 @@ class ModelShape:
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> "ModelShape":
-        """Inverse of :meth:`to_json`; raises ``UnsupportedModelError`` on missing or unknown keys."""
+        """Inverse of :meth:`to_json`; raises ``UnsupportedModelError`` on missing, unknown and malformed entries."""
         known = {field.name for field in fields(cls)}
         if not isinstance(content, dict) or set(content) != known:
             differing = sorted(set(content) ^ known) if isinstance(content, dict) else sorted(known)
             raise UnsupportedModelError(
                 f"the shape record has missing or unknown keys ({', '.join(differing)}): run pi-profile again"
+            )
+        if malformed := [key for key, value in content.items() if not _well_formed(key, value)]:
+            raise UnsupportedModelError(
+                f"the shape record has a malformed {', '.join(malformed)}: run pi-profile again"
             )
         rotary = Rotary(**content["rotary"]) if content["rotary"] else None
         return cls(**content | {"ffn_sizes": tuple(content["ffn_sizes"]), "rotary": rotary})
@@ -134,3 +139,28 @@ def _product(shape: tuple[int, ...]) -> int:
     for size in shape:
         result *= size
     return result
+
+
+def _well_formed(key: str, value: Any) -> bool:
+    """Whether *value* is of the kind that the field *key* of a :class:`ModelShape` holds."""
+    if key == "ffn_sizes":
+        return isinstance(value, list) and len(value) > 0 and all(_is_size(entry) for entry in value)
+    if key == "rotary":
+        positive = isinstance(value, dict) and all(_is_positive(entry) for entry in value.values())
+        return value is None or (positive and set(value) == {field.name for field in fields(Rotary)})
+    if key in ("family", "activation", "norm"):
+        return isinstance(value, str) and (key != "norm" or value in ("rms", "layer"))
+    if key in ("gated", "attention_bias", "ffn_bias", "tied_embeddings", "parallel_block", "separate_ffn_norm"):
+        return isinstance(value, bool)
+    if key == "norm_epsilon":
+        return _is_positive(value)
+    absent = {"position_offset": 0, "sliding_window": None}
+    return _is_size(value) or (key in absent and value == absent[key] and not isinstance(value, bool))
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf

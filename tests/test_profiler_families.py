@@ -1,0 +1,203 @@
+"""What a config.json says about a model is what its tensors and its ``transformers`` twin say, or it is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_models import CONFIGS, make_model, save_family
+
+from pi_toolkit.profiler.checkpoint import Checkpoint, read_config
+from pi_toolkit.profiler.errors import UnsupportedModelError
+from pi_toolkit.profiler.model_families import FAMILIES, ModelShape, Rotary, read_shape
+
+# Changes of a tiny config that a family serves, beside its usual layout.
+SERVED_VARIANTS: list[tuple[str, dict[str, Any]]] = [
+    *[(family, {}) for family in CONFIGS],
+    ("llama", {"attention_bias": True}),
+    ("llama", {"tie_word_embeddings": True}),
+    ("llama", {"head_dim": 16}),
+    ("llama", {"num_key_value_heads": 4}),
+    ("opt", {"enable_bias": False}),
+    ("opt", {"tie_word_embeddings": False}),
+    ("falcon-7b", {"multi_query": False}),
+    ("falcon-40b", {"num_ln_in_parallel_attn": 1}),
+    ("falcon-40b", {"tie_word_embeddings": False}),
+]
+
+
+def config_of(family: str, **changes: Any) -> dict[str, Any]:
+    return {**json.loads(CONFIGS[family]().to_json_string()), **changes}
+
+
+def refusal(config: dict[str, Any]) -> str:
+    """The sentence a config is refused with; every one names a remedy after its last colon."""
+    with pytest.raises(UnsupportedModelError) as caught:
+        read_shape(config)
+    assert ": use " in caught.value.message
+    return caught.value.message
+
+
+@pytest.mark.parametrize(("family", "changes"), SERVED_VARIANTS)
+def test_shape_is_that_of_the_real_tensors(tmp_path: Path, family: str, changes: dict[str, Any]) -> None:
+    """Prevents a role that maps to a tensor of another shape, or a tensor of the model that no role covers."""
+    checkpoint = Checkpoint(save_family(tmp_path, family, **changes))
+    shape = checkpoint.shape
+    elements = sum(checkpoint.shared(role).numel() for role in shape.shared_shapes())
+    for layer in range(shape.num_layers):
+        elements += sum(tensor.numel() for tensor in checkpoint.attention(layer).values())
+        elements += sum(checkpoint.layer(layer, role).numel() for role in shape.ffn_shapes(layer))
+        assert checkpoint.attention(layer).keys() == shape.attention_shapes().keys()
+        assert {r: tuple(t.shape) for r, t in checkpoint.attention(layer).items()} == shape.attention_shapes()
+    twin = make_model(CONFIGS[family](**changes))
+    assert elements == shape.num_parameters() == twin.num_parameters()
+
+
+@pytest.mark.parametrize(("family", "changes"), SERVED_VARIANTS)
+def test_sizes_are_the_configs(family: str, changes: dict[str, Any]) -> None:
+    """Prevents a dimension taken from a default or a nickname in place of the config."""
+    config = CONFIGS[family](**changes)
+    shape = read_shape(json.loads(config.to_json_string()))
+    assert shape.ffn_sizes == (96, 96, 96)
+    assert (shape.hidden_size, shape.num_heads, shape.vocabulary_size) == (32, 4, 4096)
+    assert shape.max_positions == 128
+    assert shape.activation == "relu"
+    assert shape.gated == (family in ("llama", "mistral"))
+    assert shape.neuron_matrices == (3 if shape.gated else 2)
+    assert shape.sliding_window == (9 if family == "mistral" else None)
+    assert shape.parallel_block == family.startswith("falcon")
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_minimal_config_has_the_defaults_of_transformers(family: str) -> None:
+    """Prevents a default that differs from ``transformers``: published configs leave out what equals it."""
+    kind = CONFIGS[family]().model_type
+    defaults = json.loads(type(CONFIGS[family]())().to_json_string())
+    assert read_shape({"model_type": kind}) == read_shape(defaults)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_shape_survives_json(family: str) -> None:
+    """Prevents a workspace whose model.json reads back as another model."""
+    shape = read_shape(config_of(family))
+    assert ModelShape.from_json(json.loads(json.dumps(shape.to_json()))) == shape
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"hidden_size": "32"}, "hidden_size"),
+        ({"ffn_sizes": []}, "ffn_sizes"),
+        ({"ffn_sizes": [96, -1]}, "ffn_sizes"),
+        ({"ffn_sizes": 96}, "ffn_sizes"),
+        ({"family": None}, "family"),
+        ({"gated": 1}, "gated"),
+        ({"norm_epsilon": -1e-5}, "norm_epsilon"),
+        ({"sliding_window": 0}, "sliding_window"),
+        ({"norm": "batch"}, "norm"),
+        ({"num_heads": True}, "num_heads"),
+        ({"rotary": {"theta": "x", "linear_factor": 1.0}}, "rotary"),
+        ({"rotary": {"base": 1.0}}, "rotary"),
+        ({"extra": 1}, "extra"),
+    ],
+)
+def test_shape_record_with_wrong_values_is_refused(change: dict[str, Any], named: str) -> None:
+    """Prevents a damaged model.json that fails later, far from the file that is wrong."""
+    with pytest.raises(UnsupportedModelError, match=rf"{named}.*: run pi-profile again"):
+        ModelShape.from_json({**read_shape(config_of("llama")).to_json(), **change})
+
+
+def test_shape_record_without_a_key_is_refused() -> None:
+    """Prevents a record of an older release that is read with invented values."""
+    content = read_shape(config_of("opt")).to_json()
+    del content["norm_epsilon"]
+    with pytest.raises(UnsupportedModelError, match="norm_epsilon"):
+        ModelShape.from_json(content)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("key", ["sandwich_norm", "logit_scale", "quantization_config", "auto_map"])
+def test_unknown_key_is_refused_by_name(family: str, key: str) -> None:
+    """Prevents a config key that changes the maths and is silently ignored."""
+    assert key in refusal(config_of(family, **{key: {"x": 1}}))
+
+
+@pytest.mark.parametrize("value", [None, False, 0, "", [], {}])
+def test_switched_off_key_passes(value: object) -> None:
+    """Prevents refusing models over a feature that they state not to use."""
+    assert read_shape(config_of("llama", sandwich_norm=value)) == read_shape(config_of("llama"))
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "named"),
+    [
+        ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before"),
+        ("opt", {"_remove_final_layer_norm": True}, "_remove_final_layer_norm"),
+        ("opt", {"layer_norm_elementwise_affine": False}, "layer_norm_elementwise_affine"),
+        ("opt", {"word_embed_proj_dim": 16}, "word_embed_proj_dim"),
+        ("falcon-7b", {"alibi": True}, "alibi"),
+        ("falcon-7b", {"bias": True}, "bias"),
+        ("falcon-7b", {"parallel_attn": False}, "parallel_attn"),
+        ("falcon-40b", {"alibi": True}, "alibi"),
+        ("llama", {"mlp_bias": True}, "mlp_bias"),
+        ("llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}, "yarn"),
+        ("llama", {"rope_parameters": {}, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic"),
+        ("mistral", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary"),
+        ("llama", {"num_key_value_heads": 3}, "3 key/value heads"),
+    ],
+)
+def test_variant_with_other_maths_is_refused(family: str, changes: dict[str, Any], named: str) -> None:
+    """Prevents OPT-350M, ALiBi Falcons, scaled rotary positions … from being run with the wrong formula."""
+    assert named in refusal(config_of(family, **changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"hidden_size": "32"}, "hidden_size"),
+        ({"hidden_size": 0}, "hidden_size"),
+        ({"num_hidden_layers": 2.5}, "num_hidden_layers"),
+        ({"intermediate_size": True}, "intermediate_size"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps"),
+        ({"rope_parameters": "default"}, "rope_parameters"),
+        ({"rope_parameters": {"rope_theta": "big"}}, "rope_theta"),
+        ({"rope_parameters": {"rope_theta": 1e4, "rope_type": "linear", "factor": 0.0}}, "factor"),
+        ({"sliding_window": "wide"}, "sliding_window"),
+        ({"hidden_act": ["relu"]}, "hidden_act"),
+    ],
+)
+def test_malformed_value_is_refused_by_name(changes: dict[str, Any], named: str) -> None:
+    """Prevents a traceback, or a nonsense shape, from a value of the wrong type."""
+    assert named in refusal(config_of("mistral", **changes))
+
+
+def test_unknown_architecture_names_the_known_ones() -> None:
+    """Prevents a model whose FFN is elsewhere from being profiled as one of ours."""
+    assert "falcon, llama, mistral, opt" in refusal({"model_type": "gpt2"})
+    assert "None" in refusal({})
+
+
+@pytest.mark.parametrize("style", ["rope_parameters", "rope_scaling", "rope_scaling with rope_type"])
+def test_linear_rotary_scaling_of_every_age_is_read(style: str) -> None:
+    """Prevents old configs (rope_theta, rope_scaling) from running with unscaled positions."""
+    config = config_of("llama")
+    del config["rope_parameters"]
+    if style == "rope_parameters":
+        config["rope_parameters"] = {"rope_type": "linear", "rope_theta": 5e5, "factor": 4.0}
+    else:
+        kind = "type" if style == "rope_scaling" else "rope_type"
+        config |= {"rope_theta": 5e5, "rope_scaling": {kind: "linear", "factor": 4.0}}
+    assert read_shape(config).rotary == Rotary(5e5, 4.0)
+
+
+def test_mistral_without_sliding_window_has_none() -> None:
+    """Prevents Mistral v0.2 and later (null) from attending to the last 4,096 tokens only."""
+    assert read_shape(config_of("mistral", sliding_window=None)).sliding_window is None
+
+
+def test_demo_models_are_read() -> None:
+    """Prevents a family file from refusing what its demo model needs."""
+    shapes = [read_shape(read_config(path)) for path in sorted((Path(__file__).parent / "models").glob("relu-*"))]
+    assert {shape.family for shape in shapes} == {"llama", "opt"}
+    assert all(shape.family in FAMILIES and shape.activation == "relu" for shape in shapes)
