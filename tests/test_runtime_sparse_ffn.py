@@ -43,7 +43,11 @@ def assert_close(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype = tor
     torch.testing.assert_close(got.double(), want, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
-KINDS = [pytest.param(True, False, id="gated"), pytest.param(False, False, id="plain"), pytest.param(False, True, id="bias")]
+KINDS = [
+    pytest.param(True, False, id="gated"),
+    pytest.param(False, False, id="plain"),
+    pytest.param(False, True, id="bias"),
+]
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
