@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+
 from pi_toolkit.predictor_training.predictor_file import PredictorSet
 from pi_toolkit.profiler.checkpoint import Checkpoint
 from pi_toolkit.profiler.hf_model import observe_ffn

@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 from click.testing import CliRunner
+
 from pi_toolkit.predictor_training.cli import main as pi_train_predictor
 from pi_toolkit.profiler.cli import main as pi_profile
 from pi_toolkit.profiler.corpus import documents, split_of

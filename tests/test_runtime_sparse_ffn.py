@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from pi_toolkit.runtime.kernels import sparse_ffn_reference as kernel
 from pi_toolkit.runtime.kernels.sparse_ffn_reference import NeuronRows
 
