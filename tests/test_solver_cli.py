@@ -1,0 +1,286 @@
+"""``pi-place`` as its users meet it: what it writes and prints, and one sentence for every bad input."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import cbcbox
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from solver_cases import FINGERPRINT, make_workspace, tiny_shape, zipf_counts
+
+from pi_toolkit.predictor_training import predictor_file
+from pi_toolkit.profiler.hardware import GIB
+from pi_toolkit.solver import cli, gpuidx, placement
+from pi_toolkit.solver.memory import unit_bytes
+
+SHAPE = tiny_shape((128, 192))
+JSON_KEYS = (
+    "gpu_budget_bytes gpu_bytes cpu_bytes gpu_neurons min_gpu_neurons objective_value upper_bound gap status seconds gpuidx"
+).split()
+
+
+@pytest.fixture
+def workspace(tmp_path):
+    return make_workspace(tmp_path / "tiny-pi", SHAPE, zipf_counts(SHAPE.ffn_sizes))
+
+
+def pi_place(*arguments: object) -> Result:
+    return CliRunner().invoke(cli.main, [str(argument) for argument in arguments])
+
+
+def refused(result: Result, sentence: str, exit_code: int = 1) -> None:
+    assert result.exit_code == exit_code, result.output
+    assert sentence in result.output
+    assert "Traceback" not in result.output and isinstance(result.exception, SystemExit)
+
+
+def vram_for(shape, budget_bytes: int) -> float:
+    """--vram that leaves exactly *budget_bytes* with --reserve 0."""
+    return budget_bytes / GIB
+
+
+def test_each_layer_gets_its_own_hot_neurons(tmp_path):
+    """PowerInfer's exporter sorts file names as text, so layer 2 got the neurons of layer 10."""
+    layers, neurons, hot = 12, 256, 64
+    rng = np.random.default_rng(7)
+    shape = tiny_shape((neurons,) * layers)
+    hot_sets = [np.sort(rng.choice(neurons, hot, replace=False)) for _ in range(layers)]
+    counts = tuple(np.zeros(neurons, dtype=np.int64) for _ in range(layers))
+    for layer_counts, ids in zip(counts, hot_sets, strict=True):
+        layer_counts[ids] = rng.integers(1, 1000, hot)
+    made = make_workspace(tmp_path / "w", shape, counts)
+    units = unit_bytes(shape, "float32", 64, 1)
+    budget = sum(units.attention) + units.head + layers * hot * units.neuron
+    result = pi_place(
+        made.path, "--vram", vram_for(shape, budget), "--reserve", 0, "--sync-seconds", 0, "--dtype", "float32"
+    )
+    assert result.exit_code == 0, result.output
+    index = gpuidx.read(made.path / "tiny.gpuidx", shape.ffn_sizes, FINGERPRINT)
+    assert [ids.tolist() for ids in index.gpu_neurons] == [ids.tolist() for ids in hot_sets]
+    assert index.vram_capacity_bytes == layers * hot * units.neuron
+
+
+def test_json_is_the_last_line_and_agrees_with_the_file(workspace):
+    vram = vram_for(SHAPE, 100_000)
+    result = pi_place(workspace.path, "--vram", vram, "--reserve", 0, "--sync-seconds", 0, "--json")
+    assert result.exit_code == 0, result.output
+    content = json.loads(result.stdout.splitlines()[-1])
+    assert set(JSON_KEYS) <= set(content)
+    index = gpuidx.read(Path(content["gpuidx"]), SHAPE.ffn_sizes, FINGERPRINT)
+    assert content["gpu_neurons"] == [len(ids) for ids in index.gpu_neurons]
+    assert content["gpu_bytes"] <= content["gpu_budget_bytes"] == 100_000
+    assert (index.dtype, index.context, index.batch_size) == ("bfloat16", 64, 1)
+    assert index.attention_on_gpu == (True, True) and index.predictor_on_gpu == (False, False)
+
+
+def test_same_input_same_bytes_anywhere(tmp_path):
+    """A path or a time in the file would make every placement look new."""
+    contents = []
+    for name in ("here", "there"):
+        made = make_workspace(tmp_path / name, SHAPE, zipf_counts(SHAPE.ffn_sizes))
+        assert pi_place(made.path, "--vram", 0.001, "--reserve", 0.0009).exit_code == 0
+        contents.append((made.path / "tiny.gpuidx").read_bytes())
+    assert contents[0] == contents[1]
+
+
+def test_output_says_what_was_assumed(workspace):
+    result = pi_place(workspace.path, "--vram", 10)
+    assert "speeds are those of rtx2080ti-i7-12700k" in result.stderr
+    assert "the weights are not on this disk" in result.stderr
+    assert "T_sync" in result.stdout and "assumed" in result.stdout
+    assert "reserve 0.75 GiB" in result.stdout and "gap" in result.stdout
+
+
+def test_cpu_only_needs_no_vram_and_places_nothing(workspace):
+    result = pi_place(workspace.path, "--hardware", "cpu-only", "--json")
+    assert result.exit_code == 0, result.output
+    content = json.loads(result.stdout.splitlines()[-1])
+    assert content["gpu_neurons"] == [0, 0] and content["min_gpu_neurons"] == [None, None]
+
+
+def test_a_named_gpu_brings_its_own_memory(workspace):
+    result = pi_place(workspace.path, "--hardware", "rtx4090-i9-13900k", "--json")
+    assert json.loads(result.stdout.splitlines()[-1])["gpu_budget_bytes"] == int(23.25 * GIB)
+
+
+def test_a_reserve_beyond_vram_is_announced(workspace):
+    """0.5 GiB minus a reserve of 0.75 GiB must not become a negative budget."""
+    result = pi_place(workspace.path, "--vram", 0.5, "--json")
+    assert result.exit_code == 0 and "the reserve takes all" in result.stderr
+    assert json.loads(result.stdout.splitlines()[-1])["gpu_bytes"] == 0
+
+
+def test_predictors_take_their_place(workspace):
+    generator = torch.Generator().manual_seed(0)
+    fc1 = tuple(torch.randn(32, 32, generator=generator) for _ in SHAPE.ffn_sizes)
+    fc2 = tuple(torch.randn(n, 32, generator=generator) for n in SHAPE.ffn_sizes)
+    predictors = predictor_file.PredictorSet(fc1, fc2, 1.0, FINGERPRINT, None)
+    predictor_file.write(workspace.predictor, predictors, {})
+    (workspace.predictor / "config.json").write_text('{"sparse_threshold": 1.0}')
+    before = pi_place(workspace.path, "--hardware", "cpu-only", "--json")
+    result = pi_place(workspace.path, "--vram", 10, "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout.splitlines()[-1])["predictor_on_gpu"] == [True, True]
+    cpu_bytes = json.loads(before.stdout.splitlines()[-1])["cpu_bytes"]
+    units = unit_bytes(SHAPE, "bfloat16", 64, 1, [32, 32])
+    assert cpu_bytes == sum(units.attention + units.predictor) + units.embedding + units.head + 320 * units.neuron
+
+
+def test_greedy_is_announced(workspace, monkeypatch):
+    monkeypatch.setattr(cbcbox, "cbc_bin_path", lambda: "/no/such/cbc")
+    result = pi_place(workspace.path, "--vram", 10, "--sync-seconds", 0, "--json")
+    assert result.exit_code == 0 and "greedy placement is used" in result.stderr
+    assert json.loads(result.stdout.splitlines()[-1])["status"] == "greedy"
+
+
+@pytest.mark.parametrize("vram", ["nan", "0", "-1", "inf", "much", "1e300"])
+def test_bad_vram_is_a_usage_error(workspace, vram):
+    refused(pi_place(workspace.path, "--vram", vram), "--vram", exit_code=2)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["--vram", 8, "--ctx", 65],
+        ["--vram", 8, "--ctx", 0],
+        ["--vram", 8, "--batch-size", 0],
+        ["--vram", 8, "--dtype", "q3"],
+        ["--vram", 8, "--reserve", "nan"],
+        ["--vram", 8, "--sync-seconds", "-1"],
+        ["--vram", 8, "--time-limit", 0],
+    ],
+)
+def test_other_usage_errors(workspace, arguments):
+    refused(pi_place(workspace.path, *arguments), "Usage", exit_code=2)
+
+
+def test_unknown_hardware_is_refused(workspace):
+    refused(pi_place(workspace.path, "--vram", 8, "--hardware", "rtx9999"), "neither a hardware file nor a preset")
+
+
+def test_missing_workspace_and_missing_model_json(tmp_path):
+    refused(pi_place(tmp_path / "nowhere", "--vram", 8), "run pi-profile")
+    refused(pi_place(tmp_path, "--vram", 8), "run pi-profile")
+
+
+@pytest.mark.parametrize(
+    ("counts", "sentence"),
+    [
+        (torch.full((128,), float("nan")), "not finite"),
+        (torch.full((128,), float("inf")), "not finite"),
+        (torch.full((128,), -1), "negative"),
+        (torch.zeros(127, dtype=torch.int64), "127 neurons"),
+        (torch.zeros(2, 64), "one numeric vector"),
+        ({"counts": torch.zeros(128)}, "one numeric vector"),
+    ],
+)
+def test_bad_counts_are_refused(workspace, counts, sentence):
+    """NaN sorts anywhere, and a negative count makes the coldest neuron the hottest of a float key."""
+    torch.save(counts, workspace.activation / "activation_0.pt")
+    refused(pi_place(workspace.path, "--vram", 8), sentence)
+    assert not (workspace.path / "tiny.gpuidx").exists()
+
+
+def test_a_stray_file_beside_the_counts_is_refused(workspace):
+    (workspace.activation / "activation_3.pt.bak").write_bytes(b"")
+    refused(pi_place(workspace.path, "--vram", 8), "activation_3.pt.bak")
+
+
+def test_a_missing_layer_is_refused(workspace):
+    (workspace.activation / "activation_1.pt").unlink()
+    refused(pi_place(workspace.path, "--vram", 8), "lacks 'activation_1.pt'")
+
+
+def test_counts_of_another_model_are_refused(tmp_path):
+    made = make_workspace(tmp_path / "w", SHAPE, zipf_counts(SHAPE.ffn_sizes), fingerprint="cd" * 32)
+    refused(pi_place(made.path, "--vram", 8), "another model")
+
+
+def test_counts_without_a_fingerprint_are_announced(tmp_path):
+    made = make_workspace(tmp_path / "w", SHAPE, zipf_counts(SHAPE.ffn_sizes))
+    (made.activation / "profile.json").unlink()
+    result = pi_place(made.path, "--vram", 8)
+    assert result.exit_code == 0 and "no model fingerprint" in result.stderr
+
+
+def test_counts_of_another_width_are_refused(tmp_path):
+    """Layers of equal number and other n_ff: PowerInfer's engine would accept them."""
+    made = make_workspace(tmp_path / "w", SHAPE, zipf_counts(SHAPE.ffn_sizes))
+    make_workspace(tmp_path / "other", tiny_shape((128, 128)), zipf_counts((128, 128)))
+    made.model_json.write_bytes((tmp_path / "other" / "model.json").read_bytes())
+    refused(pi_place(made.path, "--vram", 8), "counts 192 neurons")
+
+
+def test_a_model_that_fits_nowhere_is_refused(tmp_path):
+    """The sentence must name a way out."""
+    shape = replace(tiny_shape((64,)), vocabulary_size=10**10)
+    made = make_workspace(tmp_path / "w", shape, zipf_counts(shape.ffn_sizes))
+    refused(pi_place(made.path, "--vram", 8), "use a smaller --dtype")
+
+
+def test_unwritable_output_is_refused_before_solving(workspace, monkeypatch, tmp_path):
+    """Minutes of solving must not end in 'permission denied'."""
+    monkeypatch.setattr(placement, "place", lambda *_: pytest.fail("solved before looking at the output"))
+    (tmp_path / "a file").write_bytes(b"")
+    refused(pi_place(workspace.path, "--vram", 8, "-o", tmp_path / "a file" / "x.gpuidx"), "cannot write")
+    refused(pi_place(workspace.path, "--vram", 8, "-o", tmp_path), "is a directory")
+
+
+def test_interruption_leaves_the_old_placement(workspace, monkeypatch):
+    assert pi_place(workspace.path, "--vram", 8).exit_code == 0
+    before = sorted((path, path.read_bytes()) for path in workspace.path.iterdir() if path.is_file())
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(placement, "place", interrupt)
+    refused(pi_place(workspace.path, "--vram", 4), "interrupted")
+    assert sorted((path, path.read_bytes()) for path in workspace.path.iterdir() if path.is_file()) == before
+
+
+@pytest.mark.parametrize("name", ["a b", "a;b", "été", "$(x)", "-dash"])
+def test_folder_names_are_only_names(name, tmp_path):
+    """PowerInfer passes the path to a shell."""
+    made = make_workspace(tmp_path / name, SHAPE, zipf_counts(SHAPE.ffn_sizes))
+    result = pi_place("--vram", 8, "--json", "--", made.path)
+    assert result.exit_code == 0, result.output
+    assert Path(json.loads(result.stdout.splitlines()[-1])["gpuidx"]).parent == made.path
+
+
+def test_dtype_auto_is_the_checkpoints(tmp_path):
+    """The model directory in the tests is stored in one dtype, and --model finds it."""
+    from pi_toolkit.profiler.activation_stats import ActivationStats
+    from pi_toolkit.profiler.activation_stats import write as write_counts
+    from pi_toolkit.profiler.checkpoint import Checkpoint
+    from pi_toolkit.profiler.workspace import Workspace, describe, write_model
+
+    directory = Path(__file__).parent / "models" / "relu-llama-5m"
+    checkpoint = Checkpoint(directory)
+    made, record = Workspace(tmp_path / "w"), describe(str(directory), None, checkpoint)
+    write_model(made, replace(record, model="not/here"))
+    counts = zipf_counts(record.shape.ffn_sizes)
+    write_counts(made.activation, ActivationStats(counts, record.fingerprint, 10**6))
+    result = pi_place(made.path, "--vram", 8, "--model", directory, "--json")
+    assert result.exit_code == 0, result.output
+    stored = str(checkpoint.dtype()).removeprefix("torch.")
+    assert json.loads(result.stdout.splitlines()[-1])["dtype"] == stored
+
+
+def test_help_imports_neither_torch_nor_pulp():
+    """--help that takes two seconds is not read."""
+    code = (
+        "import sys\n"
+        "from pi_toolkit.solver.cli import main\n"
+        "try:\n    main(['--help'])\n"
+        "except SystemExit:\n    pass\n"
+        "assert not {'torch', 'pulp', 'pandas'} & set(sys.modules)"
+    )
+    finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert finished.returncode == 0, finished.stderr
+    assert "pi-place opt-6.7b-pi --vram 24" in finished.stdout
