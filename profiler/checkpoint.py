@@ -60,7 +60,7 @@ def read_config(directory: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{str(directory)!r} has no config.json: give the directory of a Hugging Face model"
         ) from None
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{str(path)!r} is not valid JSON ({error}): download the model again") from error
     if not isinstance(config, dict):
         raise CheckpointError(f"{str(path)!r} does not hold a JSON object: download the model again")
@@ -173,8 +173,13 @@ def _check_index(directory: Path, suffix: str, tensors: "dict[str, torch.Tensor]
     stem = "model.safetensors" if suffix == ".safetensors" else "pytorch_model.bin"
     index = directory / f"{stem}.index.json"
     if index.exists():
-        missing = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"]) - set(tensors))
-        if missing:
+        try:
+            listed = set(json.loads(index.read_text("utf-8"))["weight_map"])
+        except (ValueError, RecursionError, KeyError, TypeError) as error:
+            raise CheckpointError(
+                f"{str(index)!r} does not list tensors as a JSON object: download it again"
+            ) from error
+        if missing := sorted(listed - set(tensors)):
             raise CheckpointError(
                 f"{index.name} lists {len(missing)} tensors that no shard holds ({missing[0]} …): download all shards"
             )
@@ -198,7 +203,9 @@ def _open_bin(path: Path) -> "dict[str, torch.Tensor]":
     try:
         # Only the zip layout of torch ≥ 1.6 can be mapped; older files are read whole.
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError) as error:
+        if not isinstance(content, dict):
+            raise ValueError(f"holds a {type(content).__name__} in place of named tensors")
+    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError, LookupError, TypeError) as error:
         raise CheckpointError(
             f"{str(path)!r} cannot be loaded as plain tensors: download it again, or convert it to safetensors"
         ) from error

@@ -27,7 +27,7 @@ def load_hf_model(checkpoint: Checkpoint, device: "torch.device", dtype: "torch.
             checkpoint.directory, dtype=dtype, local_files_only=True, output_loading_info=True
         )
     except (OSError, ValueError, RuntimeError, KeyError) as error:
-        reason = str(error).strip().splitlines()[0]
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise CheckpointError(
             f"transformers cannot load {str(checkpoint.directory)!r} ({reason}): download the model again"
         ) from error
@@ -54,20 +54,20 @@ def observe_ffn(
     ``predictor_input`` gets the residual stream that predictors read: [tokens, hidden]; it comes first.
     """
     modules, handles = FAMILIES[shape.family].ffn_modules, []
-    for layer in range(shape.num_layers):
-
-        def module(path: str, layer: int = layer) -> Any:
-            return model.get_submodule(path.format(i=layer))
-
-        if predictor_input:
-            hook = _input_hook(predictor_input, layer)
-            handles.append(module(modules.predictor_input).register_forward_pre_hook(hook, with_kwargs=True))
-        if pre_activation:
-            handles.append(module(modules.fires).register_forward_hook(_output_hook(pre_activation, layer)))
-        if activation:
-            hook = _input_hook(activation, layer)
-            handles.append(module(modules.down).register_forward_pre_hook(hook, with_kwargs=True))
     try:
+        for layer in range(shape.num_layers):
+
+            def module(path: str, layer: int = layer) -> Any:
+                return model.get_submodule(path.format(i=layer))
+
+            if predictor_input:
+                hook = _input_hook(predictor_input, layer)
+                handles.append(module(modules.predictor_input).register_forward_pre_hook(hook, with_kwargs=True))
+            if pre_activation:
+                handles.append(module(modules.fires).register_forward_hook(_output_hook(pre_activation, layer)))
+            if activation:
+                hook = _input_hook(activation, layer)
+                handles.append(module(modules.down).register_forward_pre_hook(hook, with_kwargs=True))
         yield
     finally:
         for handle in handles:

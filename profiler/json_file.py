@@ -20,7 +20,7 @@ def read_json(path: Path, error: type[WorkspaceError], remedy: str) -> dict[str,
         content = json.loads(path.read_text("utf-8"))
     except FileNotFoundError:
         raise error(f"{str(path)!r} is missing: {remedy}") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as cause:
+    except (OSError, ValueError, RecursionError) as cause:
         raise error(f"{str(path)!r} cannot be read as JSON ({cause}): {remedy}") from cause
     if not isinstance(content, dict):
         raise error(f"{str(path)!r} does not hold a JSON object: {remedy}")

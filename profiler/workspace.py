@@ -59,7 +59,8 @@ class Workspace:
 
 def model_name(model: str) -> str:
     """The last part of a directory or hub id."""
-    return Path(model).expanduser().absolute().name or "model"
+    path = Path(model).expanduser()
+    return (path.resolve() if path.name in ("", "..") else path).name or "model"
 
 
 def describe(model: str, revision: str | None, checkpoint: Checkpoint) -> ModelRecord:
@@ -106,7 +107,7 @@ def open_checkpoint(workspace: Workspace, record: ModelRecord, model: str | None
     Raises ``CheckpointError`` when they are gone and ``FingerprintMismatchError`` when they are others.
     """
     checkpoint = Checkpoint(locate(model or record.model, None if model else record.revision))
-    if checkpoint.fingerprint() != record.fingerprint:
+    if checkpoint.shape != record.shape or checkpoint.fingerprint() != record.fingerprint:
         raise FingerprintMismatchError(
             f"the weights in {str(checkpoint.directory)!r} are not those {str(workspace.path)!r} was made from: give "
             "the right ones with --model, or run pi-profile again"

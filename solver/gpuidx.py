@@ -15,6 +15,7 @@ and, in files written here, ``powerinfer_toolkit.version`` (u32, 1) and ``poweri
 I32 has the type number 18 of PowerInfer's time; 26, today's, is read too. The same placement gives the same bytes.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -201,5 +202,5 @@ def _validate(index: GpuIndex) -> None:
     for name in ("attention_on_gpu", "predictor_on_gpu"):
         if len(facts[name]) != len(index.ffn_sizes):
             raise GpuIndexError(f"{name} has {len(facts[name])} items for {len(index.ffn_sizes)} layers: {_REMEDY}")
-    if not np.isfinite([index.objective_value, index.upper_bound]).all():  # type: ignore[list-item]
+    if not (math.isfinite(facts["objective_value"]) and math.isfinite(facts["upper_bound"])):
         raise GpuIndexError(f"it states an objective that is not finite: {_REMEDY}")
