@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner, Result
-from solver_cases import FINGERPRINT, make_workspace, tiny_shape, zipf_counts
 
 from pi_toolkit.predictor_training import predictor_file
 from pi_toolkit.profiler.hardware import GIB
 from pi_toolkit.solver import cli, gpuidx, placement
 from pi_toolkit.solver.memory import unit_bytes
+from solver_cases import FINGERPRINT, make_workspace, tiny_shape, zipf_counts
 
 SHAPE = tiny_shape((128, 192))
 JSON_KEYS = (

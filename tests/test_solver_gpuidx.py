@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from solver_cases import FINGERPRINT
 
 from pi_toolkit.profiler import gguf_container
 from pi_toolkit.profiler.errors import FingerprintMismatchError, GpuIndexError
 from pi_toolkit.profiler.gguf_container import KeyValue, TensorInfo, TensorType, ValueType
 from pi_toolkit.solver import gpuidx
 from pi_toolkit.solver.gpuidx import GpuIndex
+from solver_cases import FINGERPRINT
 
 GOLDEN = Path(__file__).parent / "golden" / "two_layers.gpuidx"
 EXAMPLE = GpuIndex(

@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from solver_cases import LLAMA_7B, MISTRAL_7B, OPT_175B, machine, tiny_shape
 
 from pi_toolkit.profiler.errors import PlacementError
 from pi_toolkit.solver.costs import Costs, costs
 from pi_toolkit.solver.memory import neuron_bytes, unit_bytes
 from pi_toolkit.solver.neuron_groups import group_neurons
+from solver_cases import LLAMA_7B, MISTRAL_7B, OPT_175B, machine, tiny_shape
 
 
 @pytest.mark.parametrize(

@@ -5,13 +5,13 @@ from dataclasses import replace
 import cbcbox
 import numpy as np
 import pytest
-from solver_cases import MISTRAL_7B, OPT_175B, machine, tiny_shape, zipf_counts
 
 from pi_toolkit.profiler.errors import PlacementError
 from pi_toolkit.profiler.hardware import GIB, read_hardware
 from pi_toolkit.solver.memory import unit_bytes
 from pi_toolkit.solver.placement import PlacementRequest, place, place_dense_units
 from pi_toolkit.solver.placement_check import check_placement
+from solver_cases import MISTRAL_7B, OPT_175B, machine, tiny_shape, zipf_counts
 
 BUDGETS_GIB = [0.5, 1, 2, 4, 8, 12, 16, 24]
 

@@ -6,7 +6,6 @@ import stat
 import cbcbox
 import numpy as np
 import pytest
-from solver_cases import LLAMA_7B, zipf_counts
 
 from pi_toolkit.profiler.errors import PlacementError
 from pi_toolkit.solver.neuron_groups import group_neurons
@@ -15,6 +14,7 @@ from pi_toolkit.solver.placement_greedy import greedy_placement
 from pi_toolkit.solver.placement_ilp import solve_with_cbc
 from pi_toolkit.solver.placement_problem import PlacementProblem
 from pi_toolkit.solver.placement_solve import solve
+from solver_cases import LLAMA_7B, zipf_counts
 
 
 def random_problem(seed: int) -> PlacementProblem:
