@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from tiny_models import CONFIGS, make_model, save_family
 
 from pi_toolkit.profiler.checkpoint import Checkpoint, locate
 from pi_toolkit.profiler.errors import CheckpointError
 from pi_toolkit.profiler.model_families.falcon import split_fused
+from tiny_models import CONFIGS, make_model, save_family
 
 Tensors = dict[str, torch.Tensor]
 

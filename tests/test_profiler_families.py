@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_models import CONFIGS, make_model, save_family
 
 from pi_toolkit.profiler.checkpoint import Checkpoint, read_config
 from pi_toolkit.profiler.errors import UnsupportedModelError
 from pi_toolkit.profiler.model_families import FAMILIES, ModelShape, Rotary, read_shape
+from tiny_models import CONFIGS, make_model, save_family
 
 # Changes of a tiny config that a family serves, beside its usual layout.
 SERVED_VARIANTS: list[tuple[str, dict[str, Any]]] = [

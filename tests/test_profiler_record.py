@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_models import CONFIGS, VOCABULARY, make_model, save_family
 
 from pi_toolkit.profiler.checkpoint import Checkpoint
 from pi_toolkit.profiler.errors import CheckpointError, CorpusError, UnsupportedModelError
 from pi_toolkit.profiler.hf_model import load_hf_model, observe_ffn
 from pi_toolkit.profiler.record import record_firings, verify_activation
 from pi_toolkit.profiler.token_windows import window_batches
+from tiny_models import CONFIGS, VOCABULARY, make_model, save_family
 
 CPU = torch.device("cpu")
 
@@ -137,7 +137,7 @@ def test_config_that_claims_relu_is_not_believed(tmp_path: Path, family: str) ->
     for mlp in mlp_modules(model):
         name = next(name for name in ("act_fn", "activation_fn", "act") if hasattr(mlp, name))
         setattr(mlp, name, torch.nn.SiLU())
-    with pytest.raises(UnsupportedModelError, match="config.json says ReLU, but in layer 0 .*: use config and code"):
+    with pytest.raises(UnsupportedModelError, match=r"config.json says ReLU, but in layer 0 .*: use config and code"):
         record_firings(model, checkpoint.shape, window_batches(random_windows(2, 9), 2))
 
 
