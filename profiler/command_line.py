@@ -115,6 +115,15 @@ def percent(share: float) -> str:
     return f"{100 * share:.2f} %"
 
 
+def readable_bytes(num_bytes: float) -> str:
+    """In the largest binary unit that leaves at least 1: ``10.2 MiB``."""
+    for unit in ("bytes", "KiB", "MiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:,.0f} bytes" if unit == "bytes" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:,.2f} GiB"
+
+
 class TokenProgress:
     """One bar on stderr: done, speed and time left."""
 

@@ -96,15 +96,16 @@ def parse_hardware(text: str, source: str) -> Hardware:
         cpu_name=_text(cpu, "name", source),
         cpu_memory_bytes=int(_number(cpu, "memory_gib", source) * GIB),
         cpu_bytes_per_second=_number(cpu, "bandwidth_gb_per_second", source) * 1e9,
-        gpu=gpu
-        and Gpu(
+        gpu=Gpu(
             name=_text(gpu, "name", source),
             memory_bytes=int(_number(gpu, "memory_gib", source) * GIB),
             bytes_per_second=_number(gpu, "bandwidth_gb_per_second", source) * 1e9,
             pcie_bytes_per_second=_number(gpu, "pcie_gb_per_second", source) * 1e9,
             sync_seconds=_number(gpu, "sync_seconds", source, allow_zero=True),
             reserve_bytes=int(_number(gpu, "reserve_gib", source, allow_zero=True) * GIB),
-        ),
+        )
+        if gpu
+        else None,
     )
 
 

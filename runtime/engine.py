@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from pi_toolkit.predictor_training import predictor_file
 from pi_toolkit.predictor_training.predictor_file import PredictorSet
-from pi_toolkit.profiler.command_line import note, percent, progress_bar
+from pi_toolkit.profiler.command_line import note, percent, progress_bar, readable_bytes
 from pi_toolkit.profiler.device import resolve_device, resolve_dtype
 from pi_toolkit.profiler.errors import GenerationError, HardwareError
 from pi_toolkit.profiler.model_families import ModelShape
@@ -81,8 +81,14 @@ def open_engine(workspace: Workspace, options: EngineOptions) -> Engine:
     checkpoint = open_checkpoint(workspace, record, options.model)
     dtype = resolve_dtype(_dtype_name(options.dtype, index, hot), hot, checkpoint.dtype(), shape.num_parameters())
     tokenizer = load_tokenizer(checkpoint.directory)
-    _announce_tiers(plan, shape, index)
-    _check_gpu_memory(plan, shape, index, predictors, dtype, context, options.slots)
+    if index and hot.type == "cpu":
+        note(
+            f"no GPU in use: both tiers are on the CPU ({percent(plan.hot_share(shape))} of the neurons on the hot one)"
+        )
+    elif index:
+        widths = [len(fc1) for fc1 in predictors.fc1] if predictors else None
+        units = unit_bytes(shape, str(dtype).removeprefix("torch."), context, options.slots, widths)
+        check_gpu_memory(plan.hot_bytes(units), torch.cuda.mem_get_info(hot)[0], index)
     with progress_bar("loading", shape.num_layers, "layers") as progress:
         weights = load_weights(checkpoint, plan, predictors, dtype, progress.advance)
     decoder = Decoder(shape, weights, options.slots, context, mode)
@@ -153,42 +159,18 @@ def _dtype_name(wanted: str, index: GpuIndex | None, hot: "torch.device") -> str
     return wanted
 
 
-def _announce_tiers(plan: TierPlan, shape: ModelShape, index: GpuIndex | None) -> None:
-    if index and plan.hot.type == "cpu":
-        note(
-            f"no GPU in use: both tiers are on the CPU ({percent(plan.hot_share(shape))} of the neurons on the hot one)"
-        )
+def check_gpu_memory(need_bytes: int, free_bytes: int, index: GpuIndex) -> None:
+    """Compare what will be allocated on the GPU with what is free and with what the placement was made for.
 
-
-def _check_gpu_memory(
-    plan: TierPlan,
-    shape: ModelShape,
-    index: GpuIndex | None,
-    predictors: PredictorSet | None,
-    dtype: "torch.dtype",
-    context: int,
-    slots: int,
-) -> None:
-    """Count the hot tier's bytes for what will really be run, before any of them is allocated.
-
-    Raises ``HardwareError`` when the GPU has less free memory; says so when it is merely more than was planned for.
+    Raises ``HardwareError`` when it is more than is free; says so when it is merely more than was planned.
     """
-    import torch
-
-    if index is None:
-        return
-    widths = [len(fc1) for fc1 in predictors.fc1] if predictors else None
-    units = unit_bytes(shape, str(dtype).removeprefix("torch."), context, slots, widths)
-    need = sum(bytes_ for bytes_, hot in zip(units.attention, plan.attention_hot, strict=True) if hot)
-    need += sum(bytes_ for bytes_, hot in zip(units.predictor, plan.predictor_hot, strict=True) if hot)
-    need += units.neuron * sum(len(ids) for ids in plan.hot_neurons) + units.head * plan.head_hot
-    if plan.hot.type == "cuda" and need > (free := torch.cuda.mem_get_info(plan.hot)[0]):
+    if need_bytes > free_bytes:
         raise HardwareError(
-            f"the placement needs {need:,} bytes on {plan.hot} and {free:,} are free: run pi-place with a smaller --vram, "
-            "or lower --ctx"
+            f"the placement needs {readable_bytes(need_bytes)} of GPU memory and {readable_bytes(free_bytes)} are free: run "
+            "pi-place with a smaller --vram, or lower --ctx"
         )
-    if index.gpu_budget_bytes is not None and need > index.gpu_budget_bytes:
+    if index.gpu_budget_bytes is not None and need_bytes > index.gpu_budget_bytes:
         note(
-            f"with {str(dtype).removeprefix('torch.')} weights and context {context} the hot tier takes {need:,} bytes, more "
-            f"than the {index.gpu_budget_bytes:,} it was planned for (as {index.dtype}, context {index.context})"
+            f"this dtype and context take {readable_bytes(need_bytes)} of GPU memory, more than the "
+            f"{readable_bytes(index.gpu_budget_bytes)} the placement was made for ({index.dtype}, context {index.context})"
         )

@@ -10,6 +10,7 @@ import numpy as np
 
 from pi_toolkit.profiler.model_families import ModelShape
 from pi_toolkit.solver.gpuidx import GpuIndex
+from pi_toolkit.solver.memory import UnitBytes
 
 if TYPE_CHECKING:
     import torch
@@ -40,6 +41,13 @@ class TierPlan:
         hot = self.hot_neurons[layer].astype(np.int64)
         cold = np.setdiff1d(np.arange(neurons, dtype=np.int64), hot, assume_unique=True)
         return [(device, ids) for device, ids in ((self.hot, hot), (self.cold, cold)) if len(ids)]
+
+    def hot_bytes(self, units: UnitBytes) -> int:
+        """Bytes that this plan puts on the hot tier."""
+        attention = sum(size for size, hot in zip(units.attention, self.attention_hot, strict=True) if hot)
+        predictor = sum(size for size, hot in zip(units.predictor, self.predictor_hot, strict=True) if hot)
+        neurons = units.neuron * sum(len(ids) for ids in self.hot_neurons)
+        return attention + predictor + neurons + units.head * self.head_hot
 
     def hot_share(self, shape: ModelShape) -> float:
         """Share of the model's FFN neurons on the hot tier."""

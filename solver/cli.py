@@ -16,6 +16,7 @@ from pi_toolkit.profiler.command_line import (
     note,
     percent,
     print_table,
+    readable_bytes,
     version_option,
 )
 from pi_toolkit.profiler.hardware import GIB, Hardware, nearest_preset, preset_names, read_hardware
@@ -216,9 +217,9 @@ def print_placement(
         f"output head on {device[placement.head_on_gpu]}"
     )
     click.echo(
-        f"GPU budget {_gib(placement.gpu_budget_bytes)} (reserve {_gib(request.reserve_bytes)}), used "
-        f"{_gib(placement.gpu_bytes)}, of that neurons {_gib(placement.gpu_neuron_bytes)}; CPU {_gib(placement.cpu_bytes)} "
-        f"of {_gib(machine.cpu_memory_bytes)}"
+        f"GPU budget {readable_bytes(placement.gpu_budget_bytes)} (reserve {readable_bytes(request.reserve_bytes)}), "
+        f"used {readable_bytes(placement.gpu_bytes)}, of that neurons {readable_bytes(placement.gpu_neuron_bytes)}; "
+        f"CPU {readable_bytes(placement.cpu_bytes)} of {readable_bytes(machine.cpu_memory_bytes)}"
     )
     if machine.gpu:
         click.echo(_sync_sentence(record, request, machine))
@@ -291,7 +292,3 @@ def _reserve_bytes(machine: Hardware, reserve: float | None) -> int:
     if machine.gpu is None:
         return 0
     return machine.gpu.reserve_bytes if reserve is None else int(reserve * GIB)
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / GIB:.2f} GiB"

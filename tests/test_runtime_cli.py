@@ -60,6 +60,13 @@ def half_index(record: ModelRecord, **facts: Any) -> GpuIndex:
     return GpuIndex(ids, sizes, vram_capacity_bytes=1, **facts)
 
 
+def placement_facts() -> dict[str, Any]:
+    """What pi-place states beside the neurons."""
+    made_for = dict(hardware="h", dtype="float32", context=16, batch_size=1, gpu_budget_bytes=10**6)
+    dense = dict(attention_on_gpu=(True,) * 3, predictor_on_gpu=(False,) * 3, head_on_gpu=False)
+    return {**made_for, **dense, "objective_value": 1.0, "upper_bound": 1.0, "status": "optimal"}
+
+
 def test_json_has_the_promised_keys(workspace: Workspace, run_json: Callable[..., dict[str, Any]]) -> None:
     """A script that reads the JSON line and misses a key."""
     result = run_json(pi_run, workspace.path, "-p", "Hello", "-n", 5)
@@ -178,26 +185,16 @@ def test_files_of_another_model_are_refused(workspace: Workspace, tmp_path: Path
     assert "belongs to another model" in refuses(pi_run, workspace.path, "-p", "a")
     shutil.rmtree(workspace.predictor)
     record, path = read_model(workspace), tmp_path / "x.gpuidx"
-    facts = dict(hardware="h", dtype="float32", context=128, batch_size=1, gpu_budget_bytes=9, head_on_gpu=False)
-    flags = dict(attention_on_gpu=(True,) * 3, predictor_on_gpu=(False,) * 3)
-    solved = dict(objective_value=1.0, upper_bound=1.0, status="optimal")
-    gpuidx.write(path, half_index(record, fingerprint=foreign, **facts, **flags, **solved))
+    gpuidx.write(path, half_index(record, fingerprint=foreign, **placement_facts()))
     assert "belongs to another model" in refuses(pi_run, workspace.path, "-p", "a", "--gpuidx", path)
 
 
-def test_more_than_was_planned_for_is_announced(
-    workspace: Workspace, run: Callable[..., Result], tmp_path: Path
-) -> None:
-    """A context or dtype beyond the placement's that overruns the budget unnoticed."""
+def test_the_context_is_the_placements(workspace: Workspace, run: Callable[..., Result], tmp_path: Path) -> None:
+    """A KV cache of another size than the one that was budgeted."""
     record, path = read_model(workspace), tmp_path / "x.gpuidx"
-    facts = dict(hardware="h", dtype="bfloat16", context=16, batch_size=1, gpu_budget_bytes=1000, head_on_gpu=True)
-    flags = dict(attention_on_gpu=(True,) * 3, predictor_on_gpu=(False,) * 3)
-    solved = dict(objective_value=1.0, upper_bound=1.0, status="optimal")
-    gpuidx.write(path, half_index(record, fingerprint=record.fingerprint, **facts, **flags, **solved))
-    result = run(pi_run, workspace.path, "-p", "a", "-n", 1, "--gpuidx", path, "--ctx", 128)
-    assert "more than the 1,000 it was planned for" in result.stderr
-    unchanged = run(pi_run, workspace.path, "-p", "a", "-n", 50, "--gpuidx", path)
-    assert "the context of 16 tokens" in unchanged.stderr, "the placement's context is the default"
+    gpuidx.write(path, half_index(record, fingerprint=record.fingerprint, **placement_facts()))
+    result = run(pi_run, workspace.path, "-p", "a", "-n", 50, "--gpuidx", path)
+    assert "the context of 16 tokens" in result.stderr
 
 
 def test_a_silu_workspace_is_refused(tmp_path: Path, refuses: Refuses) -> None:

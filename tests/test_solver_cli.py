@@ -93,7 +93,7 @@ def test_output_says_what_was_assumed(workspace):
     assert "speeds are those of rtx2080ti-i7-12700k" in result.stderr
     assert "the weights are not on this disk" in result.stderr
     assert "T_sync" in result.stdout and "assumed" in result.stdout
-    assert "reserve 0.75 GiB" in result.stdout and "gap" in result.stdout
+    assert "reserve 768.0 MiB" in result.stdout and "gap" in result.stdout
 
 
 def test_cpu_only_needs_no_vram_and_places_nothing(workspace):
