@@ -85,11 +85,11 @@ def read(directory: Path, ffn_sizes: Sequence[int], fingerprint: str) -> Activat
         about = read_json(directory / "profile.json", ActivationStatsError, _REMEDY)
         require_format(about, directory / "profile.json", FORMAT, VERSION, ActivationStatsError)
         tokens = about.get("tokens")
-        if not isinstance(tokens, int) or tokens < 1:
+        if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1:
             raise ActivationStatsError(f"profile.json states {tokens!r} tokens: {_REMEDY}")
     check_fingerprint(directory, about.get("fingerprint"), fingerprint, _REMEDY)
     stats = ActivationStats(
-        tuple(_read_counts(file) for file in files),
+        tuple(_read_counts(file, neurons) for file, neurons in zip(files, ffn_sizes, strict=True)),
         about.get("fingerprint"),
         about.get("tokens"),
         about.get("corpus"),
@@ -131,14 +131,12 @@ def load_tensors(path: Path, error: type[WorkspaceError], remedy: str) -> Any:
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as cause:
-        raise error(
-            f"{str(path)!r} holds pickled objects instead of plain tensors and was not opened: {remedy}"
-        ) from cause
-    except (RuntimeError, EOFError, ValueError, KeyError) as cause:
+        raise error(f"{str(path)!r} holds something else than plain tensors and was not opened: {remedy}") from cause
+    except Exception as cause:  # a damaged archive or pickle raises a dozen unrelated types
         raise error(f"{str(path)!r} is damaged: {remedy}") from cause
 
 
-def _read_counts(path: Path) -> np.ndarray:
+def _read_counts(path: Path, neurons: int) -> np.ndarray:
     import torch
 
     if path.stat().st_size > MAX_COUNTS_FILE_BYTES:
@@ -146,9 +144,12 @@ def _read_counts(path: Path) -> np.ndarray:
             f"{str(path)!r} has {path.stat().st_size:,} bytes, too many for firing counts: {_REMEDY}"
         )
     tensor = load_tensors(path, ActivationStatsError, _REMEDY)
-    if not isinstance(tensor, torch.Tensor) or tensor.ndim != 1 or tensor.is_complex() or tensor.dtype == torch.bool:
+    dense = isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided and not tensor.is_quantized
+    if not dense or tensor.ndim != 1 or tensor.is_complex() or tensor.dtype == torch.bool:
         raise ActivationStatsError(f"{str(path)!r} does not hold one numeric vector of counts: {_REMEDY}")
-    return tensor.to(torch.float64 if tensor.is_floating_point() else torch.int64).numpy()
+    if len(tensor) != neurons:  # before anything is copied: a few bytes can claim a vector of any length
+        raise ActivationStatsError(f"{str(path)!r} counts {len(tensor)} neurons and the model has {neurons}: {_REMEDY}")
+    return tensor.detach().to(torch.float64 if tensor.is_floating_point() else torch.int64).numpy()
 
 
 def _validate(stats: ActivationStats, ffn_sizes: Sequence[int], directory: Path) -> None:

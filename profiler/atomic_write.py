@@ -78,4 +78,6 @@ def atomic_directory(path: Path) -> Iterator[Path]:
         raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+        if previous.is_symlink() or previous.is_file():
+            previous.unlink()
         shutil.rmtree(previous, ignore_errors=True)

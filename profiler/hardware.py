@@ -27,6 +27,7 @@ from .errors import HardwareError
 
 FORMAT, VERSION = "powerinfer-toolkit/hardware", 1
 GIB = 2**30
+LARGEST_NUMBER = 1e12  # a zebibyte in GiB: beyond it only mistakes lie
 _CPU_KEYS = {"name", "memory_gib", "bandwidth_gb_per_second"}
 _GPU_KEYS = _CPU_KEYS | {"pcie_gb_per_second", "sync_seconds", "reserve_gib"}
 
@@ -64,14 +65,17 @@ def read_hardware(name_or_file: str) -> Hardware:
         text = (resources.files(__package__) / "hardware_presets" / f"{name_or_file}.toml").read_text("utf-8")
         return parse_hardware(text, name_or_file)
     try:
-        return parse_hardware(Path(name_or_file).read_text("utf-8"), name_or_file)
-    except (FileNotFoundError, IsADirectoryError):
+        text = Path(name_or_file).read_text("utf-8")
+    except UnicodeDecodeError as error:
+        raise HardwareError(f"{name_or_file!r} is not UTF-8 text: give a TOML file") from error
+    except PermissionError:
+        raise
+    except (OSError, ValueError):  # not there, a folder, or no possible file name at all
         raise HardwareError(
             f"{name_or_file!r} is neither a hardware file nor a preset: give a TOML file or one of "
             f"{', '.join(preset_names())}"
         ) from None
-    except UnicodeDecodeError as error:
-        raise HardwareError(f"{name_or_file!r} is not UTF-8 text: give a TOML file") from error
+    return parse_hardware(text, name_or_file)
 
 
 def nearest_preset(gpu_bytes: float) -> Hardware:
@@ -132,8 +136,8 @@ def _text(table: Mapping[str, Any], key: str, source: str) -> str:
 
 def _number(table: Mapping[str, Any], key: str, source: str, allow_zero: bool = False) -> float:
     value = table[key]
-    fits = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not fits or value < 0 or (value == 0 and not allow_zero):
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not 0 <= value < LARGEST_NUMBER or (value == 0 and not allow_zero):
         bound = "of at least 0" if allow_zero else "above 0"
         raise HardwareError(f"hardware {source!r}: {key} = {value!r}: give a finite number {bound}")
     return float(value)

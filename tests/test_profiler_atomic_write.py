@@ -1,0 +1,174 @@
+"""Outputs appear complete or not at all, and no temporary name survives whatever interrupts the writing."""
+
+import os
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import pytest
+
+from pi_toolkit.profiler.atomic_write import atomic_directory, atomic_file, check_writable
+from pi_toolkit.profiler.errors import WorkspaceError
+from pi_toolkit.profiler.json_file import write_json
+
+INTERRUPTIONS = [RuntimeError("broken"), KeyboardInterrupt(), SystemExit(3), OSError(28, "No space left on device")]
+
+
+def fill(kind: str, temporary: Path, content: str) -> None:
+    if kind == "file":
+        temporary.write_text(content)
+    else:
+        (temporary / "inside").write_text(content)
+
+
+def content_of(kind: str, path: Path) -> str:
+    return (path if kind == "file" else path / "inside").read_text()
+
+
+def writer(kind: str, path: Path) -> AbstractContextManager[Path]:
+    return atomic_file(path) if kind == "file" else atomic_directory(path)
+
+
+def write(kind: str, path: Path, content: str) -> None:
+    with writer(kind, path) as temporary:
+        fill(kind, temporary, content)
+
+
+@pytest.mark.parametrize("kind", ["file", "directory"])
+def test_content_appears_under_its_final_name_only_when_complete(tmp_path: Path, kind: str) -> None:
+    """Prevents a reader that runs at the same time from seeing half of the output."""
+    path = tmp_path / "new" / "output"
+    with writer(kind, path) as temporary:
+        fill(kind, temporary, "content")
+        assert not path.exists()
+        assert temporary.parent == path.parent and temporary.name.startswith(".tmp-")
+    assert content_of(kind, path) == "content"
+    assert os.listdir(path.parent) == ["output"]
+
+
+@pytest.mark.parametrize("kind", ["file", "directory"])
+@pytest.mark.parametrize("existing", [False, True])
+@pytest.mark.parametrize("interruption", INTERRUPTIONS, ids=lambda error: type(error).__name__)
+def test_interruption_leaves_what_was_there(
+    tmp_path: Path, kind: str, existing: bool, interruption: BaseException
+) -> None:
+    """Prevents Ctrl-C, a full disk or a mistake from destroying the last good output or leaving debris."""
+    path = tmp_path / "output"
+    if existing:
+        write(kind, path, "old")
+    with pytest.raises(type(interruption)), writer(kind, path) as temporary:
+        fill(kind, temporary, "half")
+        raise interruption
+    assert os.listdir(tmp_path) == (["output"] if existing else [])
+    if existing:
+        assert content_of(kind, path) == "old"
+
+
+@pytest.mark.parametrize("kind", ["file", "directory"])
+@pytest.mark.parametrize("interruption", INTERRUPTIONS, ids=lambda error: type(error).__name__)
+def test_interruption_of_each_step_of_the_exchange(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, interruption: BaseException
+) -> None:
+    """Prevents the old output from being gone when the new one could not take its place."""
+    path = tmp_path / "output"
+    write(kind, path, "old")
+    for step in ("_sync", "rename", "second rename"):
+        calls: list[int] = []
+
+        def fail(*_: object, calls: list[int] = calls, step: str = step) -> None:
+            calls.append(1)
+            raise interruption
+
+        def fail_second(self: Path, target: Path, calls: list[int] = calls) -> None:
+            calls.append(1)
+            if len(calls) == 2:
+                raise interruption
+            os.rename(self, target)
+
+        with monkeypatch.context() as patch:
+            if step == "_sync":
+                patch.setattr("pi_toolkit.profiler.atomic_write._sync", fail)
+            elif kind == "file":
+                patch.setattr(Path, "replace", fail)
+            else:
+                patch.setattr(Path, "rename", fail_second if step == "second rename" else fail)
+            with pytest.raises(type(interruption)):
+                write(kind, path, "new")
+        assert calls
+        assert content_of(kind, path) == "old", step
+        assert os.listdir(tmp_path) == ["output"], step
+
+
+@pytest.mark.parametrize("kind", ["file", "directory"])
+def test_existing_output_is_replaced(tmp_path: Path, kind: str) -> None:
+    """Prevents old and new content from being mixed."""
+    path = tmp_path / "output"
+    write(kind, path, "old")
+    if kind == "directory":
+        (path / "left over").write_text("old")
+    write(kind, path, "new")
+    assert content_of(kind, path) == "new"
+    assert os.listdir(tmp_path) == ["output"]
+    if kind == "directory":
+        assert os.listdir(path) == ["inside"]
+
+
+def test_file_and_link_in_place_of_a_directory_leave_no_debris(tmp_path: Path) -> None:
+    """Prevents hidden files beside the output when what it replaces is no ordinary directory."""
+    elsewhere = tmp_path / "elsewhere"
+    write("directory", elsewhere, "theirs")
+    (tmp_path / "file").write_text("old")
+    (tmp_path / "link").symlink_to(elsewhere)
+    for name in ("file", "link"):
+        write("directory", tmp_path / name, "new")
+        assert content_of("directory", tmp_path / name) == "new"
+    assert content_of("directory", elsewhere) == "theirs"
+    assert sorted(os.listdir(tmp_path)) == ["elsewhere", "file", "link"]
+
+
+def test_two_writers_do_not_share_a_temporary(tmp_path: Path) -> None:
+    """Prevents two runs into one workspace from publishing a mixture."""
+    path = tmp_path / "output"
+    with atomic_file(path) as first, atomic_file(path) as second:
+        assert first != second
+        first.write_text("first")
+        second.write_text("second")
+    assert path.read_text() == "first"
+    assert os.listdir(tmp_path) == ["output"]
+
+
+@pytest.mark.parametrize("path", ["new", "a/b/c/new", "."])
+def test_check_leaves_nothing(tmp_path: Path, path: str) -> None:
+    """Prevents empty folders from a run that is refused later."""
+    check_writable(tmp_path / path)
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("path", ["file/new", "file/a/b"])
+def test_place_below_a_file_is_refused_at_once(tmp_path: Path, path: str) -> None:
+    """Prevents minutes of profiling before it turns out that nothing can be written."""
+    (tmp_path / "file").write_text("text")
+    with pytest.raises(WorkspaceError) as caught:
+        check_writable(tmp_path / path)
+    assert repr(str(tmp_path / path)) in caught.value.message
+    assert caught.value.message.endswith(": choose another output with -o or mend the permissions")
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_read_only_file_system_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prevents the same for permissions, which do not stop root and so are simulated."""
+
+    def refuse(self: Path, *_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    with pytest.raises(WorkspaceError, match=r"cannot write .* \(Permission denied\): choose another output"):
+        check_writable(tmp_path / "new")
+
+
+def test_number_that_json_cannot_hold_keeps_the_old_file(tmp_path: Path) -> None:
+    """Prevents NaN in a description, which strict readers refuse, from replacing a good one."""
+    write_json(tmp_path / "about.json", {"share": 0.5})
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        write_json(tmp_path / "about.json", {"share": float("nan")})
+    assert (tmp_path / "about.json").read_text() == '{\n "share": 0.5\n}\n'
+    assert os.listdir(tmp_path) == ["about.json"]

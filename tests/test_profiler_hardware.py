@@ -1,0 +1,138 @@
+"""Hardware descriptions: the presets load with their units, and every malformed file has its own sentence."""
+
+from pathlib import Path
+
+import pytest
+
+from pi_toolkit.profiler.errors import HardwareError
+from pi_toolkit.profiler.hardware import GIB, nearest_preset, parse_hardware, preset_names, read_hardware
+
+EXAMPLE = """
+format = "powerinfer-toolkit/hardware"
+version = 1
+name = "mine"
+
+[cpu]
+name = "a CPU"
+memory_gib = 32
+bandwidth_gb_per_second = 50.5
+
+[gpu]
+name = "a GPU"
+memory_gib = 8
+bandwidth_gb_per_second = 400
+pcie_gb_per_second = 16
+sync_seconds = 2e-5
+reserve_gib = 0.5
+"""
+CPU_ONLY = EXAMPLE.partition("[gpu]")[0]
+
+
+def refusal(text: str) -> str:
+    with pytest.raises(HardwareError) as caught:
+        parse_hardware(text, "mine.toml")
+    assert caught.value.message.startswith("hardware 'mine.toml'")
+    assert ": " in caught.value.message
+    return caught.value.message
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_preset_loads(name: str) -> None:
+    """Prevents a release with a preset that its own reader refuses."""
+    hardware = read_hardware(name)
+    assert hardware.name == name
+    assert hardware.cpu_memory_bytes > 8 * GIB and hardware.cpu_bytes_per_second > 1e9
+    if hardware.gpu:
+        assert hardware.gpu.reserve_bytes < hardware.gpu.memory_bytes
+        assert hardware.gpu.bytes_per_second > hardware.cpu_bytes_per_second
+
+
+def test_presets_are_the_papers_machines() -> None:
+    """Prevents the two machines of the paper, or the machine without a GPU, from missing in the installed package."""
+    assert {"cpu-only", "rtx2080ti-i7-12700k", "rtx4090-i9-13900k"} <= set(preset_names())
+    assert read_hardware("cpu-only").gpu is None
+
+
+def test_units_are_converted(tmp_path: Path) -> None:
+    """Prevents GiB from being read as GB, or bandwidths from being off by 2^30 / 10^9."""
+    file = tmp_path / "été [x].toml"
+    file.write_text(EXAMPLE, "utf-8")
+    hardware = read_hardware(str(file))
+    assert (hardware.cpu_memory_bytes, hardware.cpu_bytes_per_second) == (32 * 2**30, 50.5e9)
+    gpu = hardware.gpu
+    assert gpu is not None
+    assert (gpu.memory_bytes, gpu.reserve_bytes) == (8 * 2**30, 2**29)
+    assert (gpu.bytes_per_second, gpu.pcie_bytes_per_second, gpu.sync_seconds) == (400e9, 16e9, 2e-5)
+
+
+def test_machine_without_gpu() -> None:
+    """Prevents a missing [gpu] table from being an error or a GPU without memory."""
+    assert parse_hardware(CPU_ONLY, "mine.toml").gpu is None
+
+
+@pytest.mark.parametrize(
+    ("gib", "name"),
+    [(1, "rtx2080ti-i7-12700k"), (11, "rtx2080ti-i7-12700k"), (17, "rtx2080ti-i7-12700k"), (18, "rtx4090-i9-13900k")]
+    + [(80, "rtx4090-i9-13900k")],
+)
+def test_nearest_preset(gib: int, name: str) -> None:
+    """Prevents ``--vram 24`` alone from being priced with the bandwidths of a smaller machine, or of none."""
+    assert nearest_preset(gib * GIB).name == name
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "sentence"),
+    [
+        ("version = 1", "version = 2", "does not state format 'powerinfer-toolkit/hardware' version 1: add both keys"),
+        ('format = "powerinfer-toolkit/hardware"', "", "does not state format"),
+        ('name = "mine"', "", "lacks name: add it"),
+        ('name = "mine"', "name = 7", "name is not text: put it in quotes"),
+        ('name = "mine"', 'name = "mine"\ncolour = 1', "has unknown keys colour: remove them"),
+        ('name = "a CPU"', "", "[cpu] lacks name"),
+        ('name = "a GPU"', "name = true", "name is not text"),
+        ("reserve_gib = 0.5", "", "[gpu] lacks reserve_gib"),
+        ("sync_seconds = 2e-5", "sync_second = 2e-5", "[gpu] lacks sync_seconds"),
+        ("sync_seconds = 2e-5", "sync_seconds = 2e-5\ncores = 2", "[gpu] has unknown keys cores"),
+        ("memory_gib = 32", "memory_gib = 0", "memory_gib = 0: give a finite number above 0"),
+        ("memory_gib = 32", "memory_gib = -1", "memory_gib = -1: give a finite number above 0"),
+        ("memory_gib = 32", "memory_gib = nan", "memory_gib = nan: give a finite number above 0"),
+        ("memory_gib = 32", "memory_gib = inf", "memory_gib = inf"),
+        ("memory_gib = 32", "memory_gib = 1e308", "memory_gib = 1e+308"),
+        ("memory_gib = 32", f"memory_gib = 1{'0' * 400}", "memory_gib = 1"),
+        ("memory_gib = 32", 'memory_gib = "32"', "memory_gib = '32'"),
+        ("memory_gib = 32", "memory_gib = true", "memory_gib = True"),
+        ("sync_seconds = 2e-5", "sync_seconds = -1", "sync_seconds = -1: give a finite number of at least 0"),
+        ("pcie_gb_per_second = 16", "pcie_gb_per_second = 0", "pcie_gb_per_second = 0: give a finite number above 0"),
+        ("[cpu]", "[[cpu]]", "cpu is not a table: write [cpu]"),
+        ("[cpu]", "[gpu.cpu]", "lacks cpu"),
+        ("[cpu]", "[cpu", "is not valid TOML"),
+    ],
+)
+def test_malformed_file_has_its_sentence(old: str, new: str, sentence: str) -> None:
+    """Prevents a placement from numbers that nobody wrote: no key is guessed, ignored or defaulted."""
+    assert old in EXAMPLE
+    assert sentence in refusal(EXAMPLE.replace(old, new, 1))
+
+
+@pytest.mark.parametrize("key", ["sync_seconds", "reserve_gib"])
+def test_zero_is_allowed_where_it_means_something(key: str) -> None:
+    """Prevents refusing an idealised machine."""
+    lines = [f"{key} = 0" if line.startswith(key) else line for line in EXAMPLE.splitlines()]
+    gpu = parse_hardware("\n".join(lines), "mine.toml").gpu
+    assert gpu and 0 in (gpu.sync_seconds, gpu.reserve_bytes)
+
+
+@pytest.mark.parametrize("name", ["no-such-machine", "", ".", "x" * 5000, "a\0b", "rtx4090-i9-13900k.toml"])
+def test_unknown_name_lists_the_presets(name: str) -> None:
+    """Prevents a misspelt preset from looking like a missing file alone."""
+    with pytest.raises(
+        HardwareError, match="neither a hardware file nor a preset: give a TOML file or one of cpu-only, "
+    ):
+        read_hardware(name)
+
+
+def test_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    """Prevents UnicodeDecodeError."""
+    (tmp_path / "mine.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(HardwareError, match="is not UTF-8 text: give a TOML file"):
+        read_hardware(str(tmp_path / "mine.toml"))
