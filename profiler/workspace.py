@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .checkpoint import Checkpoint, locate
-from .errors import FingerprintMismatchError, UnsupportedModelError, WorkspaceError
+from .errors import CheckpointError, FingerprintMismatchError, UnsupportedModelError, WorkspaceError
 from .json_file import read_json, require_format, write_json
 from .model_families import ModelShape
 
@@ -85,9 +85,11 @@ def read_model(workspace: Workspace) -> ModelRecord:
     try:
         shape = ModelShape.from_json(content["shape"])
         record = ModelRecord(content["name"], content["model"], content["revision"], content["fingerprint"], shape)
-        well_formed = re.fullmatch(r"[0-9a-f]{64}", record.fingerprint) and isinstance(record.model, str)
-        if not well_formed or Path(record.name).name != record.name:
-            raise ValueError("name, model or fingerprint")
+        texts = isinstance(record.model, str) and isinstance(record.revision, str | None)
+        if not texts or not re.fullmatch(r"[0-9a-f]{64}", record.fingerprint):
+            raise ValueError("model, revision or fingerprint")
+        if not record.name or Path(record.name).name != record.name:
+            raise ValueError("name")
     except (KeyError, TypeError, ValueError, UnsupportedModelError) as error:
         raise WorkspaceError(f"{str(workspace.model_json)!r} is damaged ({error}): {_REMEDY}") from error
     return record
@@ -106,6 +108,10 @@ def open_checkpoint(workspace: Workspace, record: ModelRecord, model: str | None
 
     Raises ``CheckpointError`` when they are gone and ``FingerprintMismatchError`` when they are others.
     """
+    if not model and Path(record.model).is_absolute() and not Path(record.model).exists():
+        raise CheckpointError(
+            f"the weights of {str(workspace.path)!r} are no longer at {record.model!r}: say where they are with --model"
+        )
     checkpoint = Checkpoint(locate(model or record.model, None if model else record.revision))
     if checkpoint.shape != record.shape or checkpoint.fingerprint() != record.fingerprint:
         raise FingerprintMismatchError(

@@ -93,7 +93,7 @@ def test_powerinfers_own_directory_is_accepted(tmp_path: Path, dtype: torch.dtyp
     stats = activation_stats.read(tmp_path, SIZES, FINGERPRINT)
     assert [counts.tolist() for counts in stats.counts] == [list(range(size)) for size in SIZES]
     assert stats.tokens is None and stats.fingerprint is None
-    with pytest.raises(ActivationStatsError, match="without profile.json, so shares are unknown: run pi-profile"):
+    with pytest.raises(ActivationStatsError, match=r"without profile.json, so shares are unknown: run pi-profile"):
         stats.firing_share()
 
 

@@ -1,6 +1,5 @@
 """Outputs appear complete or not at all, and no temporary name survives whatever interrupts the writing."""
 
-import os
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -24,6 +23,10 @@ def content_of(kind: str, path: Path) -> str:
     return (path if kind == "file" else path / "inside").read_text()
 
 
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
 def writer(kind: str, path: Path) -> AbstractContextManager[Path]:
     return atomic_file(path) if kind == "file" else atomic_directory(path)
 
@@ -42,7 +45,7 @@ def test_content_appears_under_its_final_name_only_when_complete(tmp_path: Path,
         assert not path.exists()
         assert temporary.parent == path.parent and temporary.name.startswith(".tmp-")
     assert content_of(kind, path) == "content"
-    assert os.listdir(path.parent) == ["output"]
+    assert names(path.parent) == ["output"]
 
 
 @pytest.mark.parametrize("kind", ["file", "directory"])
@@ -58,7 +61,7 @@ def test_interruption_leaves_what_was_there(
     with pytest.raises(type(interruption)), writer(kind, path) as temporary:
         fill(kind, temporary, "half")
         raise interruption
-    assert os.listdir(tmp_path) == (["output"] if existing else [])
+    assert names(tmp_path) == (["output"] if existing else [])
     if existing:
         assert content_of(kind, path) == "old"
 
@@ -69,7 +72,7 @@ def test_interruption_of_each_step_of_the_exchange(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, interruption: BaseException
 ) -> None:
     """Prevents the old output from being gone when the new one could not take its place."""
-    path = tmp_path / "output"
+    path, real_rename = tmp_path / "output", Path.rename
     write(kind, path, "old")
     for step in ("_sync", "rename", "second rename"):
         calls: list[int] = []
@@ -82,7 +85,7 @@ def test_interruption_of_each_step_of_the_exchange(
             calls.append(1)
             if len(calls) == 2:
                 raise interruption
-            os.rename(self, target)
+            real_rename(self, target)
 
         with monkeypatch.context() as patch:
             if step == "_sync":
@@ -95,7 +98,7 @@ def test_interruption_of_each_step_of_the_exchange(
                 write(kind, path, "new")
         assert calls
         assert content_of(kind, path) == "old", step
-        assert os.listdir(tmp_path) == ["output"], step
+        assert names(tmp_path) == ["output"], step
 
 
 @pytest.mark.parametrize("kind", ["file", "directory"])
@@ -107,9 +110,9 @@ def test_existing_output_is_replaced(tmp_path: Path, kind: str) -> None:
         (path / "left over").write_text("old")
     write(kind, path, "new")
     assert content_of(kind, path) == "new"
-    assert os.listdir(tmp_path) == ["output"]
+    assert names(tmp_path) == ["output"]
     if kind == "directory":
-        assert os.listdir(path) == ["inside"]
+        assert names(path) == ["inside"]
 
 
 def test_file_and_link_in_place_of_a_directory_leave_no_debris(tmp_path: Path) -> None:
@@ -122,7 +125,7 @@ def test_file_and_link_in_place_of_a_directory_leave_no_debris(tmp_path: Path) -
         write("directory", tmp_path / name, "new")
         assert content_of("directory", tmp_path / name) == "new"
     assert content_of("directory", elsewhere) == "theirs"
-    assert sorted(os.listdir(tmp_path)) == ["elsewhere", "file", "link"]
+    assert names(tmp_path) == ["elsewhere", "file", "link"]
 
 
 def test_two_writers_do_not_share_a_temporary(tmp_path: Path) -> None:
@@ -133,14 +136,14 @@ def test_two_writers_do_not_share_a_temporary(tmp_path: Path) -> None:
         first.write_text("first")
         second.write_text("second")
     assert path.read_text() == "first"
-    assert os.listdir(tmp_path) == ["output"]
+    assert names(tmp_path) == ["output"]
 
 
 @pytest.mark.parametrize("path", ["new", "a/b/c/new", "."])
 def test_check_leaves_nothing(tmp_path: Path, path: str) -> None:
     """Prevents empty folders from a run that is refused later."""
     check_writable(tmp_path / path)
-    assert os.listdir(tmp_path) == []
+    assert names(tmp_path) == []
 
 
 @pytest.mark.parametrize("path", ["file/new", "file/a/b"])
@@ -151,7 +154,7 @@ def test_place_below_a_file_is_refused_at_once(tmp_path: Path, path: str) -> Non
         check_writable(tmp_path / path)
     assert repr(str(tmp_path / path)) in caught.value.message
     assert caught.value.message.endswith(": choose another output with -o or mend the permissions")
-    assert os.listdir(tmp_path) == ["file"]
+    assert names(tmp_path) == ["file"]
 
 
 def test_read_only_file_system_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,4 +174,4 @@ def test_number_that_json_cannot_hold_keeps_the_old_file(tmp_path: Path) -> None
     with pytest.raises(ValueError, match="not JSON compliant"):
         write_json(tmp_path / "about.json", {"share": float("nan")})
     assert (tmp_path / "about.json").read_text() == '{\n "share": 0.5\n}\n'
-    assert os.listdir(tmp_path) == ["about.json"]
+    assert names(tmp_path) == ["about.json"]
