@@ -1,0 +1,39 @@
+"""Every notebook runs from top to bottom on a small workspace."""
+
+from pathlib import Path
+
+import nbformat
+import pytest
+from click.testing import CliRunner
+from nbclient import NotebookClient
+
+from pi_toolkit.profiler.cli import main as pi_profile
+from tiny_models import save_family
+
+NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("notebooks")
+    (folder / "text.txt").write_text("\n\n".join(f"Document {i} says a few words about number {i}." for i in range(80)))
+    model = save_family(folder / "tiny", "llama")
+    arguments = [str(model), "--corpus", str(folder / "text.txt"), "--tokens", "500", "-o", str(folder / "tiny-pi")]
+    result = CliRunner().invoke(pi_profile, arguments)
+    assert result.exit_code == 0, result.stderr
+    return folder / "tiny-pi"
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebook_runs(path: Path, workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A notebook that the code has moved away from."""
+    monkeypatch.setenv("PI_WORKSPACE", str(workspace))
+    notebook = nbformat.read(path, as_version=4)
+    NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(path.parent)}}).execute()
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebook_is_committed_without_output(path: Path) -> None:
+    """Text of Wikipedia, paths of somebody's machine or megabytes of figures in the repository."""
+    cells = nbformat.read(path, as_version=4).cells
+    assert not any(cell.get("outputs") or cell.get("execution_count") for cell in cells)
