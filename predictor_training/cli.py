@@ -80,7 +80,7 @@ def main(
     import tempfile
 
     from pi_toolkit.profiler.atomic_write import TEMPORARY_PREFIX, check_writable
-    from pi_toolkit.profiler.corpus import corpus_name
+    from pi_toolkit.profiler.corpus import corpus_name, documents
     from pi_toolkit.profiler.device import resolve_device, resolve_dtype
     from pi_toolkit.profiler.hf_model import load_hf_model
     from pi_toolkit.profiler.token_windows import check_window, load_tokenizer
@@ -99,6 +99,7 @@ def main(
     check_writable(place.predictor)
     window = window or min(512, shape.max_positions)
     check_window(window, shape.max_positions)
+    documents(corpus)  # a misspelt corpus is reported before the model is loaded
     checkpoint = open_checkpoint(place, record, model)
 
     torch_device = resolve_device(device)

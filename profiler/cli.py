@@ -73,12 +73,12 @@ def main(
     refuse_other_model(workspace, record)
     window = window or min(512, shape.max_positions)
     check_window(window, shape.max_positions)
+    texts = (text for i, text in enumerate(documents(corpus)) if split_of(i) != "held-out")
 
     torch_device = resolve_device(device)
     torch_dtype = resolve_dtype(dtype, torch_device, checkpoint.dtype(), shape.num_parameters())
     note(f"profiling {record.name} on {torch_device} in {str(torch_dtype).removeprefix('torch.')}")
     hf_model = load_hf_model(checkpoint, torch_device, torch_dtype)
-    texts = (text for i, text in enumerate(documents(corpus)) if split_of(i) != "held-out")
     windows = token_windows(texts, load_tokenizer(checkpoint.directory), window, tokens)
     with progress_bar("profiling", tokens) as progress:
         recording = record_firings(hf_model, shape, window_batches(windows, batch_size), progress.advance)
@@ -95,8 +95,8 @@ def main(
     )
     title = f"{record.name}: {recording.tokens:,} tokens of {stats.corpus}"
     figure = locality_figure(stats.counts, recording.tokens, title)
-    write_model(workspace, record)
     activation_stats.write(workspace.activation, stats, {"locality.png": figure})
+    write_model(workspace, record)
 
     locality = measure_locality(stats.counts, recording.tokens)
     print_locality(locality, shape.ffn_sizes)

@@ -11,12 +11,16 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 import click
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
+
+
+LARGEST_COUNT = 10**15  # of tokens: beyond it only slips of the keyboard lie
 
 
 class ToolkitCommand(click.Command):
@@ -34,10 +38,19 @@ class ToolkitCommand(click.Command):
             raise click.ClickException(
                 f"{error.strerror or error}{where}: check that the path is readable or writable and that the disk has room"
             ) from error
-        except MemoryError as error:
+        except (MemoryError, RuntimeError) as error:
+            if not _is_out_of_memory(error):
+                raise
             raise click.ClickException(
                 "out of memory: lower --batch-size, --window or --tokens, or use --dtype bfloat16"
             ) from error
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Torch raises subclasses of ``RuntimeError`` for a GPU and ``RuntimeError`` itself for a CPU."""
+    return isinstance(error, MemoryError) or any(
+        words in str(error) for words in ("out of memory", "can't allocate memory")
+    )
 
 
 @dataclass(frozen=True)
@@ -49,12 +62,16 @@ class CountType(click.ParamType):
     def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> int:
         if isinstance(value, int):
             return value
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmMgG]?)", value.strip())
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmMgG]?)", value.strip()) if len(value) < 100 else None
         if not match:
             self.fail(f"{value!r} is not a count: write for example 200k or 1M", param, context)
-        number = float(match[1]) * {"": 1, "k": 1e3, "m": 1e6, "g": 1e9}[match[2].lower()]
-        if number < 1 or number != int(number):
-            self.fail(f"{value!r} is not a whole number of at least 1: write for example 200k or 1M", param, context)
+        number = Fraction(match[1]) * 1000 ** " kmg".index(match[2].lower() or " ")
+        if not 1 <= number <= LARGEST_COUNT or number.denominator != 1:
+            self.fail(
+                f"{value!r} is not a whole number between 1 and {LARGEST_COUNT:,}: write for example 200k or 1M",
+                param,
+                context,
+            )
         return int(number)
 
 

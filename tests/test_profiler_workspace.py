@@ -158,7 +158,7 @@ def test_weights_that_moved_are_found_at_another_place(tmp_path: Path, workspace
     """Prevents a workspace from being useless on the machine it was copied to."""
     record = read_model(workspace)
     shutil.move(model, tmp_path / "moved")
-    with pytest.raises(CheckpointError, match="are no longer at .*: say where they are with --model"):
+    with pytest.raises(CheckpointError, match=r"are no longer at .*: say where they are with --model"):
         open_checkpoint(workspace, record, None)
     assert open_checkpoint(workspace, record, str(tmp_path / "moved")).fingerprint() == record.fingerprint
 
@@ -168,7 +168,7 @@ def test_changed_weights_are_refused(tmp_path: Path, workspace: Workspace, model
     record = read_model(workspace)
     shutil.rmtree(model)
     save_family(model, "llama", seed=1)
-    with pytest.raises(FingerprintMismatchError, match="are not those .*: give the right ones with --model"):
+    with pytest.raises(FingerprintMismatchError, match=r"are not those .*: give the right ones with --model"):
         open_checkpoint(workspace, record, None)
 
 
