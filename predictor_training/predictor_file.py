@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 FORMAT, VERSION = "powerinfer-toolkit/predictor", 1
 _REMEDY = "run pi-train-predictor to write it again"
+MAX_WIDTH = 2**20  # hidden units of one layer; nothing real comes near
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,9 @@ def write(directory: Path, predictors: PredictorSet, about_training: dict[str, A
         for layer, (fc1, fc2) in enumerate(zip(predictors.fc1, predictors.fc2, strict=True)):
             weights = {"fc1.weight": fc1.half().contiguous(), "fc2.weight": fc2.half().contiguous()}
             if not all(weight.isfinite().all() for weight in weights.values()):
-                raise PredictorFileError(f"the predictor of layer {layer} overflows F16: train with more --tokens")
+                raise PredictorFileError(
+                    f"the predictor of layer {layer} does not fit in F16: train with a lower --learning-rate or more --tokens"
+                )
             torch.save(weights, temporary / f"model_{layer}.pt")
         content: dict[str, Any] = {"sparse_threshold": predictors.threshold, "format": FORMAT, "version": VERSION}
         content |= {"fingerprint": predictors.fingerprint, "training": about_training}
@@ -132,7 +135,7 @@ def _quality(config: dict[str, Any], num_layers: int, directory: Path) -> tuple[
     known = {field.name for field in fields(LayerQuality)}
     layers = config["layers"]
     well_formed = isinstance(layers, list) and all(isinstance(e, dict) and set(e) == known for e in layers)
-    if not well_formed or [entry["layer"] for entry in layers] != list(range(num_layers)):
+    if not well_formed or [e["layer"] for e in layers] != list(range(num_layers)) or not all(map(_measured, layers)):
         raise PredictorFileError(f"config.json of {str(directory)!r} has a malformed list of layers: {_REMEDY}")
     quality = tuple(LayerQuality(**entry) for entry in layers)
     for layer in quality:
@@ -144,6 +147,14 @@ def _quality(config: dict[str, Any], num_layers: int, directory: Path) -> tuple[
     return quality
 
 
+def _measured(entry: dict[str, Any]) -> bool:
+    """Whether the width is a whole number of units and the measured shares are shares."""
+    shares = [entry[name] for name in ("recall", "precision", "density", "firing_share")]
+    numbers = all(isinstance(share, int | float) and not isinstance(share, bool) for share in shares)
+    width = isinstance(entry["hidden"], int) and not isinstance(entry["hidden"], bool) and entry["hidden"] > 0
+    return width and numbers and all(0 <= share <= 1 for share in shares)
+
+
 def _read_weights(path: Path, hidden_size: int, neurons: int) -> "tuple[torch.Tensor, torch.Tensor]":
     import torch
 
@@ -153,13 +164,16 @@ def _read_weights(path: Path, hidden_size: int, neurons: int) -> "tuple[torch.Te
         raise PredictorFileError(f"{str(path)!r} does not hold exactly fc1.weight and fc2.weight: {_REMEDY}")
     fc1, fc2 = (content[name] for name in names)
     for weight in (fc1, fc2):
-        if not isinstance(weight, torch.Tensor) or weight.ndim != 2 or not weight.is_floating_point():
+        dense = isinstance(weight, torch.Tensor) and weight.layout == torch.strided and weight.is_floating_point()
+        if not dense or weight.ndim != 2:
             raise PredictorFileError(f"{str(path)!r} does not hold two matrices of floating point: {_REMEDY}")
-        if not weight.isfinite().all():
-            raise PredictorFileError(f"{str(path)!r} holds weights that are not finite: {_REMEDY}")
     if fc1.shape[1] != hidden_size or fc2.shape[0] != neurons or fc1.shape[0] != fc2.shape[1]:
         raise PredictorFileError(
             f"{str(path)!r} has shapes {list(fc1.shape)} and {list(fc2.shape)} where [r, {hidden_size}] and "
             f"[{neurons}, r] belong: {_REMEDY}"
         )
-    return fc1, fc2
+    if not 0 < len(fc1) <= MAX_WIDTH:  # before anything is computed: a few bytes can claim a matrix of any size
+        raise PredictorFileError(f"{str(path)!r} has {len(fc1):,} hidden units, which cannot be right: {_REMEDY}")
+    if not (fc1.isfinite().all() and fc2.isfinite().all()):
+        raise PredictorFileError(f"{str(path)!r} holds weights that are not finite: {_REMEDY}")
+    return fc1.detach(), fc2.detach()

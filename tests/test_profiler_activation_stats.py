@@ -154,6 +154,7 @@ def test_damaged_file_is_named(directory: Path, change: Callable[[bytes], bytes]
     assert "activation_2.pt'" in refusal(directory)
 
 
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 def test_no_changed_byte_crashes_the_reader(directory: Path) -> None:
     """Prevents an exception of another type than ours from any damaged byte; what still opens has the right shape."""
     file = directory / "activation_0.pt"

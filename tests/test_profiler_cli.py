@@ -1,6 +1,7 @@
 """pi-profile as a user meets it: what it writes, what it prints, and one sentence for every way it can fail."""
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 
 from pi_toolkit.profiler.cli import main
 from pi_toolkit.profiler.workspace import Workspace, read_model
@@ -33,6 +35,17 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("corpus") / "corpus.txt"
     path.write_text("\n\n".join(" ".join(WORDS[n % 7 :] + WORDS[: n % 11]) for n in range(80)))
     return path
+
+
+@pytest.fixture(scope="module")
+def profiled(tmp_path_factory: pytest.TempPathFactory, model: Path, corpus: Path) -> Path:
+    """A workspace, to be copied before use."""
+    out = tmp_path_factory.mktemp("workspace") / "pi"
+    assert (
+        CliRunner().invoke(main, [str(model), "--corpus", str(corpus), "--tokens", "100", "-o", str(out)]).exit_code
+        == 0
+    )
+    return out
 
 
 def everything_below(path: Path) -> set[str]:
@@ -174,10 +187,10 @@ def test_smooth_model_is_refused_with_the_measured_share(tmp_path: Path, corpus:
 
 
 def test_workspace_of_another_model_is_left_alone(
-    tmp_path: Path, model: Path, corpus: Path, run_json: RunJson, refuses: Refuses
+    tmp_path: Path, corpus: Path, profiled: Path, refuses: Refuses
 ) -> None:
     """Prevents one model's counts from replacing another's under the same name."""
-    run_json(main, model, "--corpus", corpus, "--tokens", "100", "-o", tmp_path / "pi")
+    shutil.copytree(profiled, tmp_path / "pi")
     before = {file: file.read_bytes() for file in (tmp_path / "pi").rglob("*") if file.is_file()}
     other = save_family(tmp_path / "other", "llama", seed=1)
     message = refuses(main, other, "--corpus", corpus, "--tokens", "100", "-o", tmp_path / "pi")
@@ -204,7 +217,7 @@ def test_interruption_in_any_stage_keeps_the_old_counts(
     tmp_path: Path,
     model: Path,
     corpus: Path,
-    run_json: RunJson,
+    profiled: Path,
     refuses: Refuses,
     monkeypatch: pytest.MonkeyPatch,
     stage: str,
@@ -217,7 +230,7 @@ def test_interruption_in_any_stage_keeps_the_old_counts(
         raise error
 
     arguments = (model, "--corpus", corpus, "--tokens", "100")
-    run_json(main, *arguments, "-o", tmp_path / "old")
+    shutil.copytree(profiled, tmp_path / "old")
     before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
     monkeypatch.setattr(f"pi_toolkit.profiler.{stage}", fail)
     for out in ("old", "new"):
