@@ -19,7 +19,8 @@ lint: .venv/installed
 
 # Against the installed packages: mypy cannot see through the import hook of an editable install.
 types: .venv/installed
-	cd tests && ../$(BIN)/mypy --config-file ../pyproject.toml -p pi_toolkit
+	cd tests && ../$(BIN)/mypy --config-file ../pyproject.toml \
+		-p pi_toolkit.profiler -p pi_toolkit.predictor_training -p pi_toolkit.solver -p pi_toolkit.runtime
 
 .venv/bin/python:
 	$(PYTHON) -m venv .venv

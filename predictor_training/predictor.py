@@ -1,5 +1,6 @@
 """What a predictor computes, how good it is, and the threshold that reaches a wanted recall."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -72,5 +73,5 @@ def threshold_for_recall(
     firing_scores = torch.cat(of_firings)
     if not len(firing_scores):
         return largest
-    allowed_misses = int((1 - recall) * len(firing_scores))
+    allowed_misses = len(firing_scores) - math.ceil(recall * len(firing_scores))
     return max(SMALLEST_THRESHOLD, float(firing_scores.kthvalue(allowed_misses + 1).values))

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .predictor import Quality, measure_quality, threshold_for_recall
+from .predictor import SMALLEST_THRESHOLD, Quality, measure_quality, threshold_for_recall
 from .sample import LayerSamples
 
 if TYPE_CHECKING:
@@ -61,9 +61,23 @@ def train_layer(
     fc1, fc2 = fit(training, scale, width, options, advance)
     with torch.inference_mode():
         fc1 = (fc1 / scale).half().float()
-        threshold = threshold_for_recall(fc1, fc2, options.recall, calibration.batches(EVALUATION_BATCH))
-        fc2 = (fc2 / threshold).half().float()
+        fc2 = fold_threshold(fc1, fc2, options.recall, calibration)
         return TrainedLayer(fc1.cpu(), fc2.cpu(), measure_quality(fc1, fc2, 1.0, held_out.batches(EVALUATION_BATCH)))
+
+
+def fold_threshold(fc1: "torch.Tensor", fc2: "torch.Tensor", recall: float, calibration: LayerSamples) -> "torch.Tensor":
+    """``fc2`` divided by the threshold for *recall*, in values that F16 can hold.
+
+    Rounding moves about half of the scores at the threshold below it, so the threshold gives way, by 2^-11 and twice as
+    much each time, until the rounded weights reach *recall* as well.
+    """
+    threshold = threshold_for_recall(fc1, fc2, recall, calibration.batches(EVALUATION_BATCH))
+    for slack in (0.0, *(2.0**-power for power in range(11, 0, -1))):
+        folded = (fc2 / max(SMALLEST_THRESHOLD, threshold * (1 - slack))).half().float()
+        reached = measure_quality(fc1, folded, 1.0, calibration.batches(EVALUATION_BATCH)).recall >= recall
+        if reached or threshold == SMALLEST_THRESHOLD:
+            break
+    return folded
 
 
 def typical_magnitude(samples: LayerSamples) -> float:
@@ -88,7 +102,10 @@ def fit(
     fc1, fc2 = (w.requires_grad_() for w in initial_weights(samples, scale, width, weight, generator))
     optimizer = torch.optim.AdamW([fc1, fc2], lr=options.learning_rate, weight_decay=0.0)
     steps = options.epochs * -(-len(samples) // options.batch_size)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, options.learning_rate, total_steps=steps, pct_start=0.1)
+    total = max(steps, 3)  # below two steps up and one down the schedule divides by zero
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, options.learning_rate, total_steps=total, pct_start=max(0.1, 2 / total)
+    )
     for _epoch in range(options.epochs):
         for rows in torch.randperm(len(samples), generator=generator).split(options.batch_size):
             inputs, fires = samples.batch(rows)
