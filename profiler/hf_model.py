@@ -23,7 +23,7 @@ def load_hf_model(checkpoint: Checkpoint, device: "torch.device", dtype: "torch.
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
-        model, loading = transformers.AutoModelForCausalLM.from_pretrained(
+        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
             checkpoint.directory, dtype=dtype, local_files_only=True, output_loading_info=True
         )
     except (OSError, ValueError, RuntimeError, KeyError) as error:
@@ -31,6 +31,7 @@ def load_hf_model(checkpoint: Checkpoint, device: "torch.device", dtype: "torch.
         raise CheckpointError(
             f"transformers cannot load {str(checkpoint.directory)!r} ({reason}): download the model again"
         ) from error
+    model, loading = loaded
     if missing := sorted(loading["missing_keys"]):
         raise CheckpointError(
             f"{str(checkpoint.directory)!r} lacks {len(missing)} tensors ({missing[0]} …): download the complete model"

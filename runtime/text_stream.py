@@ -11,7 +11,7 @@ class TextStream:
     def __init__(self, tokenizer: Any, prompt_ids: list[int]) -> None:
         from tokenizers.decoders import DecodeStream
 
-        self._tokenizer = getattr(tokenizer, "backend_tokenizer", None)
+        self._tokenizer: Any = getattr(tokenizer, "backend_tokenizer", None)
         if self._tokenizer is None:
             raise GenerationError(
                 "the model's tokenizer has no tokenizer.json form: save it with a fast tokenizer first"
