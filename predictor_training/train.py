@@ -65,7 +65,9 @@ def train_layer(
         return TrainedLayer(fc1.cpu(), fc2.cpu(), measure_quality(fc1, fc2, 1.0, held_out.batches(EVALUATION_BATCH)))
 
 
-def fold_threshold(fc1: "torch.Tensor", fc2: "torch.Tensor", recall: float, calibration: LayerSamples) -> "torch.Tensor":
+def fold_threshold(
+    fc1: "torch.Tensor", fc2: "torch.Tensor", recall: float, calibration: LayerSamples
+) -> "torch.Tensor":
     """``fc2`` divided by the threshold for *recall*, in values that F16 can hold.
 
     Rounding moves about half of the scores at the threshold below it, so the threshold gives way, by 2^-11 and twice as
