@@ -96,7 +96,7 @@ def main(
     record = read_model(place)
     shape = record.shape
     shape.require_relu()
-    check_writable(place.predictor)
+    check_writable(place.predictor, "mend the permissions of the workspace")
     window = window or min(512, shape.max_positions)
     check_window(window, shape.max_positions)
     documents(corpus)  # a misspelt corpus is reported before the model is loaded

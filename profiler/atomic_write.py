@@ -28,8 +28,8 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def check_writable(path: Path) -> None:
-    """Raise ``WorkspaceError`` now if *path* could not be created later; leaves nothing behind.
+def check_writable(path: Path, remedy: str = "choose another output with -o or mend the permissions") -> None:
+    """Raise ``WorkspaceError``, ending in *remedy*, now if *path* could not be created later; leaves nothing behind.
 
     Called before minutes of work, so that an unwritable output is reported at once.
     """
@@ -41,9 +41,7 @@ def check_writable(path: Path) -> None:
         probe.mkdir()
         probe.rmdir()
     except OSError as error:
-        raise WorkspaceError(
-            f"cannot write {str(path)!r} ({error.strerror}): choose another output with -o or mend the permissions"
-        ) from error
+        raise WorkspaceError(f"cannot write {str(path)!r} ({error.strerror}): {remedy}") from error
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
+from safetensors.torch import load_file
 
 from pi_toolkit.profiler.cli import main
 from pi_toolkit.profiler.workspace import Workspace, read_model
@@ -95,6 +96,34 @@ def test_same_input_gives_identical_files(tmp_path: Path, model: Path, corpus: P
     for file in ("model.json", *(f"activation/{name}" for name in FILES)):
         contents = [(tmp_path / name / file).read_bytes() for name in ("first", "second", "third")]
         assert contents[0] == contents[1] == contents[2], file
+
+
+@pytest.mark.parametrize("name", ["a b", "a;b", "été", "$(id)", "-x"])
+def test_model_and_corpus_names_are_taken_literally(
+    tmp_path: Path, corpus: Path, run_json: RunJson, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Prevents quoting mistakes anywhere between the command line and the files, and weights only read as safetensors."""
+    directory = save_family(tmp_path / name, "opt")
+    tensors = load_file(directory / "model.safetensors")
+    (directory / "model.safetensors").unlink()
+    torch.save(tensors, directory / "pytorch_model.bin")
+    text = shutil.copy(corpus, tmp_path / f"{name}.txt")
+    monkeypatch.chdir(tmp_path)
+    result = run_json(main, "--corpus", text, "--tokens", "100", f"./{name}")
+    assert result["workspace"] == f"{name}-pi"
+    assert read_model(Workspace(tmp_path / f"{name}-pi")).model == str(directory)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_counts_nearly_the_same(
+    tmp_path: Path, model: Path, corpus: Path, run_json: RunJson, dtype: str
+) -> None:
+    """Prevents --dtype from being ignored, or from changing what a firing is."""
+    arguments = (model, "--corpus", corpus, "--tokens", "300")
+    full = run_json(main, *arguments, "-o", tmp_path / "full")
+    half = run_json(main, *arguments, "--dtype", dtype, "-o", tmp_path / "half")
+    assert half["firing_share"] == pytest.approx(full["firing_share"], rel=0.02)
+    assert json.loads((tmp_path / "half" / "activation" / "profile.json").read_text())["dtype"] == dtype
 
 
 def test_second_run_replaces_the_counts(tmp_path: Path, model: Path, corpus: Path, run_json: RunJson) -> None:
@@ -255,13 +284,14 @@ def test_real_interrupt_is_one_sentence(tmp_path: Path, model: Path) -> None:
     """Prevents what only a real process shows: Ctrl-C swallowed by a library, a traceback, or exit code 130."""
     endless = tmp_path / "endless.txt"
     endless.write_text("\n\n".join([" ".join(WORDS)] * 200_000))
-    command = [sys.executable, "-m", "pi_toolkit.profiler", str(model), "--corpus", str(endless), "--tokens", "1G"]
+    code = "from pi_toolkit.profiler.cli import main; main()"  # what the console script holds
+    command = [sys.executable, "-c", code, str(model), "--corpus", str(endless), "--tokens", "1G"]
     with subprocess.Popen([*command, "-o", str(tmp_path / "pi")], stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         for line in process.stderr:
             if line.startswith("profiling"):
                 break
-        time.sleep(2)
+        time.sleep(1)
         process.send_signal(signal.SIGINT)
         message = process.stderr.read()
     assert process.returncode == 1

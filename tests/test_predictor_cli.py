@@ -1,0 +1,303 @@
+"""pi-train-predictor as a user meets it: what it writes, what it prints, and one sentence for every way it can fail."""
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from pi_toolkit.predictor_training import predictor_file
+from pi_toolkit.predictor_training.cli import main
+from pi_toolkit.profiler.checkpoint import Checkpoint
+from pi_toolkit.profiler.cli import main as pi_profile
+from pi_toolkit.profiler.workspace import Workspace, read_model
+from tiny_models import CONFIGS, save_family
+
+RunJson = Callable[..., dict[str, Any]]
+Refuses = Callable[..., str]
+WORDS = "the cat sat on a mat with dogs and birds near rivers while rain fell over old towns".split()
+PREDICTOR_FILES = {"config.json", "model_0.pt", "model_1.pt", "model_2.pt"}
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("corpus") / "corpus.txt"
+    path.write_text("\n\n".join(" ".join(WORDS[n % 7 :] + WORDS[: n % 11]) for n in range(120)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_family(tmp_path_factory.mktemp("models") / "tiny", "llama")
+
+
+@pytest.fixture(scope="module")
+def profiled(tmp_path_factory: pytest.TempPathFactory, model: Path, corpus: Path) -> Path:
+    """A workspace after pi-profile, to be copied before use."""
+    out = tmp_path_factory.mktemp("workspace") / "pi"
+    arguments = [str(model), "--corpus", str(corpus), "--tokens", "100", "-o", str(out)]
+    assert CliRunner().invoke(pi_profile, arguments).exit_code == 0
+    return out
+
+
+@pytest.fixture
+def workspace(tmp_path: Path, profiled: Path) -> Path:
+    return shutil.copytree(profiled, tmp_path / "pi")
+
+
+@pytest.fixture
+def quick(corpus: Path) -> list[object]:
+    return ["--corpus", corpus, "--tokens", "400", "--epochs", "1", "--window", "32"]
+
+
+def contents(path: Path) -> dict[str, bytes]:
+    return {file.relative_to(path).as_posix(): file.read_bytes() for file in path.rglob("*") if file.is_file()}
+
+
+def test_result_and_files(workspace: Path, corpus: Path, run_json: RunJson) -> None:
+    """Prevents a change of what scripts read from the last line, or of what the next commands read from the disk."""
+    before = set(contents(workspace))
+    result = run_json(main, workspace, "--corpus", corpus, "--tokens", "1.5k", "--hidden", "64", "--epochs", "3")
+    assert list(result) == ["layers", "predictor_parameters", "predictor_bytes", "seconds", "workspace"]
+    for number, layer in enumerate(result["layers"]):
+        assert list(layer) == ["layer", "hidden", "recall", "precision", "density", "firing_share"]
+        assert (layer["layer"], layer["hidden"]) == (number, 64)
+        assert layer["recall"] > 0.8 and layer["firing_share"] < layer["density"] < 1
+    assert result["predictor_parameters"] == 3 * 64 * (32 + 96)
+    assert result["predictor_bytes"] == 2 * result["predictor_parameters"]
+    assert set(contents(workspace)) - before == {f"predictor/{name}" for name in PREDICTOR_FILES}
+    assert {path.name for path in workspace.iterdir()} == {"model.json", "activation", "predictor"}
+
+
+def test_files_hold_what_was_reported(workspace: Path, quick: list[object], run_json: RunJson) -> None:
+    """Prevents a report about other predictors than those on the disk."""
+    result = run_json(main, workspace, *quick)
+    record = read_model(Workspace(workspace))
+    found = predictor_file.read(workspace / "predictor", 32, record.shape.ffn_sizes, record.fingerprint)
+    assert (found.threshold, found.fingerprint) == (1.0, record.fingerprint)
+    assert found.num_parameters() == result["predictor_parameters"]
+    assert [layer.recall for layer in found.quality or ()] == [layer["recall"] for layer in result["layers"]]
+    training = json.loads((workspace / "predictor" / "config.json").read_text())["training"]
+    assert training["corpus"] == "corpus.txt"
+    assert (training["tokens"], training["window"], training["epochs"], training["seed"]) == (400, 32, 1, 0)
+
+
+def test_default_width_is_within_a_tenth_of_the_model(workspace: Path, quick: list[object], run_json: RunJson) -> None:
+    """Prevents predictors that outgrow the model when no width is given."""
+    result = run_json(main, workspace, *quick)
+    assert result["predictor_parameters"] <= read_model(Workspace(workspace)).shape.num_parameters() / 10
+
+
+def test_same_seed_gives_identical_files(workspace: Path, quick: list[object], run_json: RunJson) -> None:
+    """Prevents results that cannot be reproduced, also with other windows per pass; another seed must differ."""
+    runs = []
+    for extra in ((), ("--batch-size", "8"), ("--seed", "1")):
+        run_json(main, workspace, *quick, *extra)
+        runs.append(contents(workspace / "predictor"))
+    assert runs[0] == runs[1]
+    assert runs[0]["model_0.pt"] != runs[2]["model_0.pt"]
+
+
+def test_progress_is_not_on_stdout(workspace: Path, quick: list[object], run: Callable[..., Any]) -> None:
+    """Prevents progress from being piped into a file with the table."""
+    result = run(main, workspace, *quick)
+    assert result.exit_code == 0
+    assert result.stderr.splitlines() == ["training 3 predictors of width 64 for tiny on cpu"]
+    assert "mean recall" in result.stdout and "of the model's parameters" in result.stdout
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 20, 330])
+def test_short_runs_are_legal(workspace: Path, corpus: Path, run_json: RunJson, tokens: int) -> None:
+    """Prevents a traceback from a first try with a handful of tokens."""
+    result = run_json(main, workspace, "--corpus", corpus, "--tokens", tokens, "--epochs", "1")
+    assert len(result["layers"]) == 3
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_every_family_is_trained(
+    tmp_path: Path, corpus: Path, quick: list[object], run_json: RunJson, family: str
+) -> None:
+    """Prevents a family that can be profiled and then not be trained."""
+    directory = save_family(tmp_path / "model", family)
+    run_json(pi_profile, directory, "--corpus", corpus, "--tokens", "100", "-o", tmp_path / "pi")
+    layers = run_json(main, tmp_path / "pi", *quick)["layers"]
+    assert all(0.2 < layer["firing_share"] < 0.8 and layer["recall"] > 0.7 for layer in layers)
+
+
+# Arguments, in which {tmp}, {pi} and {corpus} stand for paths, and the sentence they end in.
+REFUSALS: dict[str, tuple[str, str]] = {
+    "missing workspace": ("{tmp}/nowhere --corpus {corpus}", "is not a workspace directory: run pi-profile MODEL"),
+    "workspace is a file": ("{tmp}/file --corpus {corpus}", "is not a workspace directory: run pi-profile MODEL"),
+    "workspace without model.json": ("{tmp} --corpus {corpus}", "model.json' is missing: run pi-profile MODEL"),
+    "other model": ("{pi} --corpus {corpus} --model {tmp}/other", "are not those"),
+    "missing model": ("{pi} --corpus {corpus} --model {tmp}/nowhere", "neither a directory nor a valid hub id"),
+    "missing corpus": ("{pi} --corpus {tmp}/c.txt", "is neither a file nor one of wikipedia"),
+    "too few documents": ("{pi} --corpus {tmp}/short.txt", "has no calibration document"),
+    "empty corpus": ("{pi} --corpus {tmp}/empty.txt", "has no training document"),
+    "window too long": ("{pi} --corpus {corpus} --window 129", "--window 129 is beyond the model's 128 positions"),
+    "no such device": ("{pi} --corpus {corpus} --device tpu", "is not a device: use auto, cpu, cuda or cuda:1"),
+    "more tokens than disk": ("{pi} --corpus {corpus} --tokens 900000G", "free: lower --tokens or free some space"),
+    "diverged": (
+        "{pi} --corpus {corpus} --tokens 400 --learning-rate 1e30",
+        "does not fit in F16: train with a lower --learning-rate",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_refusal_changes_nothing(tmp_path: Path, workspace: Path, corpus: Path, refuses: Refuses, case: str) -> None:
+    """Prevents tracebacks, lost predictors and gigabytes of left-over samples from ordinary mistakes."""
+    (tmp_path / "file").write_text("text")
+    (tmp_path / "empty.txt").write_text("\n")
+    (tmp_path / "short.txt").write_text("\n\n".join(" ".join(WORDS) for _ in range(5)))
+    save_family(tmp_path / "other", "llama", seed=1)
+    template, sentence = REFUSALS[case]
+    before = contents(tmp_path)
+    assert sentence in refuses(main, *template.format(tmp=tmp_path, pi=workspace, corpus=corpus).split())
+    assert contents(tmp_path) == before
+    assert not list(tmp_path.rglob(".tmp-*"))
+
+
+@pytest.mark.parametrize(
+    "option",
+    ["--tokens=0", "--tokens=abc", "--recall=1.5", "--recall=nan", "--recall=0", "--recall=1", "--recall=high"]
+    + ["--learning-rate=0", "--learning-rate=nan", "--learning-rate=inf", "--hidden=0", "--epochs=0", "--seed=-1"],
+)
+def test_malformed_option_is_a_usage_error(workspace: Path, refuses: Refuses, option: str) -> None:
+    """Prevents training for nothing towards a target that cannot be reached or is no number."""
+    message = refuses(main, workspace, option, exit_code=2)
+    assert message.startswith(f"Error: Invalid value for '{option.partition('=')[0]}'")
+
+
+def test_model_directory_that_moved_is_given_by_option(
+    tmp_path: Path, model: Path, corpus: Path, quick: list[object], run_json: RunJson, refuses: Refuses
+) -> None:
+    """Prevents a workspace from being useless after its model was moved."""
+    place = shutil.copytree(model, tmp_path / "model")
+    run_json(pi_profile, place, "--corpus", corpus, "--tokens", "100", "-o", tmp_path / "pi")
+    place.rename(tmp_path / "moved")
+    message = refuses(main, tmp_path / "pi", *quick)
+    assert "are no longer at" in message and message.endswith(": say where they are with --model")
+    assert len(run_json(main, tmp_path / "pi", *quick, "--model", tmp_path / "moved")["layers"]) == 3
+
+
+def test_changed_weights_are_refused(
+    tmp_path: Path, corpus: Path, quick: list[object], run_json: RunJson, refuses: Refuses
+) -> None:
+    """Prevents predictors of one training run from being stored as those of another."""
+    run_json(
+        pi_profile, save_family(tmp_path / "m", "llama"), "--corpus", corpus, "--tokens", "99", "-o", tmp_path / "pi"
+    )
+    shutil.rmtree(tmp_path / "m")
+    save_family(tmp_path / "m", "llama", seed=1)
+    assert "are not those" in refuses(main, tmp_path / "pi", *quick)
+    assert not (tmp_path / "pi" / "predictor").exists()
+
+
+def test_smooth_model_is_refused_at_once(tmp_path: Path, quick: list[object], refuses: Refuses) -> None:
+    """Prevents minutes of sampling a model none of whose neurons can be skipped."""
+    from pi_toolkit.profiler.workspace import describe, write_model
+
+    directory = save_family(tmp_path / "model", "llama", hidden_act="silu")
+    write_model(Workspace(tmp_path / "pi"), describe(str(directory), None, Checkpoint(directory)))
+    assert "'silu', whose neurons never contribute exactly zero: use a ReLU version" in refuses(
+        main, tmp_path / "pi", *quick
+    )
+
+
+def test_unwritable_workspace_is_reported_before_the_work(
+    workspace: Path, quick: list[object], refuses: Refuses, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prevents minutes of training for a result that cannot be stored; simulated, because root may write anywhere."""
+
+    def refuse(self: Path, *_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr("pi_toolkit.profiler.hf_model.load_hf_model", lambda *_: pytest.fail("work began"))
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    assert "(Permission denied): mend the permissions of the workspace" in refuses(main, workspace, *quick)
+
+
+@pytest.mark.parametrize(
+    "stage",
+    [
+        "profiler.hf_model.load_hf_model",
+        "predictor_training.sample.collect_samples",
+        "predictor_training.train.train_layer",
+        "profiler.atomic_write._sync",
+    ],
+)
+@pytest.mark.parametrize(
+    ("error", "remedy"),
+    [
+        (KeyboardInterrupt(), "no output was changed, run the command again"),
+        (OSError(28, "No space left on device"), "No space left on device: check that the path is readable"),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 MiB."), "out of memory: lower --batch-size"),
+    ],
+    ids=["Ctrl-C", "full disk", "GPU memory"],
+)
+def test_interruption_in_any_stage_keeps_the_old_predictors(
+    workspace: Path,
+    quick: list[object],
+    refuses: Refuses,
+    monkeypatch: pytest.MonkeyPatch,
+    stage: str,
+    error: BaseException,
+    remedy: str,
+) -> None:
+    """Prevents Ctrl-C, a full disk or exhausted memory from costing the last good predictors or leaving samples behind."""
+
+    def fail(*_arguments: Any, **_options: Any) -> Any:
+        raise error
+
+    (workspace / "predictor").mkdir()
+    (workspace / "predictor" / "model_0.pt").write_bytes(b"old")
+    before = contents(workspace)
+    monkeypatch.setattr(f"pi_toolkit.{stage}", fail)
+    assert remedy in refuses(main, workspace, *quick)
+    assert contents(workspace) == before
+    assert {path.name for path in workspace.iterdir()} == {"model.json", "activation", "predictor"}
+
+
+def test_real_interrupt_is_one_sentence(tmp_path: Path, workspace: Path) -> None:
+    """Prevents what only a real process shows: Ctrl-C swallowed by a library, a traceback, or left-over samples."""
+    endless = tmp_path / "endless.txt"
+    endless.write_text("\n\n".join([" ".join(WORDS)] * 100_000))
+    code = "from pi_toolkit.predictor_training.cli import main; main()"  # what the console script holds
+    command = [sys.executable, "-c", code, str(workspace), "--corpus", str(endless)]
+    before = contents(workspace)
+    with subprocess.Popen([*command, "--tokens", "1M"], stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if line.startswith("training 3 predictors"):
+                break
+        deadline = time.monotonic() + 30
+        while not list(workspace.glob(".tmp-*/*")) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert list(workspace.glob(".tmp-*/*")), "sampling did not begin"
+        process.send_signal(signal.SIGINT)
+        message = process.stderr.read()
+    assert process.returncode == 1
+    assert message.strip() == "Error: interrupted before the end: no output was changed, run the command again"
+    assert contents(workspace) == before
+    assert {path.name for path in workspace.iterdir()} == {"model.json", "activation"}
+
+
+def test_help_is_quick() -> None:
+    """Prevents two seconds of importing torch before ``--help`` answers."""
+    code = (
+        "import sys\nfrom pi_toolkit.predictor_training.cli import main\nmain(['--help'], standalone_mode=False)\n"
+        "heavy = {'torch', 'transformers', 'datasets', 'pandas', 'numpy'} & set(sys.modules)\n"
+        "sys.exit(f'imported {heavy}' if heavy else 0)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert "pi-train-predictor opt-6.7b-pi --tokens 400k" in result.stdout
