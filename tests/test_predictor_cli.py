@@ -168,8 +168,10 @@ def test_refusal_changes_nothing(tmp_path: Path, workspace: Path, corpus: Path, 
 
 @pytest.mark.parametrize(
     "option",
-    ["--tokens=0", "--tokens=abc", "--recall=1.5", "--recall=nan", "--recall=0", "--recall=1", "--recall=high"]
-    + ["--learning-rate=0", "--learning-rate=nan", "--learning-rate=inf", "--hidden=0", "--epochs=0", "--seed=-1"],
+    [
+        *("--tokens=0", "--tokens=abc", "--recall=1.5", "--recall=nan", "--recall=0", "--recall=1", "--recall=high"),
+        *("--learning-rate=0", "--learning-rate=nan", "--learning-rate=inf", "--hidden=0", "--epochs=0", "--seed=-1"),
+    ],
 )
 def test_malformed_option_is_a_usage_error(workspace: Path, refuses: Refuses, option: str) -> None:
     """Prevents training for nothing towards a target that cannot be reached or is no number."""
