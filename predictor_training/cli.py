@@ -110,7 +110,7 @@ def main(
     with tempfile.TemporaryDirectory(prefix=TEMPORARY_PREFIX, dir=place.path) as directory:
         store = SampleStore(Path(directory), shape, split_tokens(tokens), torch_device)
         hf_model = load_hf_model(checkpoint, torch_device, torch_dtype)
-        tokenizer = load_tokenizer(checkpoint.directory)
+        tokenizer = load_tokenizer(checkpoint.directory, shape.vocabulary_size)
         with progress_bar("sampling", tokens) as progress:
             collect_samples(hf_model, store, corpus, tokenizer, window, batch_size, progress.advance)
         del hf_model

@@ -79,7 +79,7 @@ def main(
     torch_dtype = resolve_dtype(dtype, torch_device, checkpoint.dtype(), shape.num_parameters())
     note(f"profiling {record.name} on {torch_device} in {str(torch_dtype).removeprefix('torch.')}")
     hf_model = load_hf_model(checkpoint, torch_device, torch_dtype)
-    windows = token_windows(texts, load_tokenizer(checkpoint.directory), window, tokens)
+    windows = token_windows(texts, load_tokenizer(checkpoint.directory, shape.vocabulary_size), window, tokens)
     with progress_bar("profiling", tokens) as progress:
         recording = record_firings(hf_model, shape, window_batches(windows, batch_size), progress.advance)
     if recording.tokens < tokens:

@@ -4,6 +4,7 @@ A command's result goes to stdout (with ``--json`` its last line is one JSON obj
 here imports torch, so that ``--help`` answers quickly.
 """
 
+import errno
 import json
 import math
 import re
@@ -34,6 +35,8 @@ class ToolkitCommand(click.Command):
                 "interrupted before the end: no output was changed, run the command again"
             ) from None
         except OSError as error:
+            if error.errno == errno.EPIPE:
+                raise  # click ends quietly when the reader of a pipe has gone
             where = f" {str(error.filename)!r}" if error.filename else ""
             raise click.ClickException(
                 f"{error.strerror or error}{where}: check that the path is readable or writable and that the disk has room"

@@ -15,16 +15,26 @@ if TYPE_CHECKING:
 _DOCUMENTS_PER_CALL = 64  # the tokenizer's own threads want several texts at once
 
 
-def load_tokenizer(directory: "Path") -> Any:
-    """The tokenizer of a model directory; raises ``CheckpointError``."""
+def load_tokenizer(directory: "Path", vocabulary_size: int | None = None) -> Any:
+    """The tokenizer of a model directory.
+
+    Raises ``CheckpointError`` when there is none, and when its vocabulary (added tokens apart, which a model need not
+    have) is beyond the *vocabulary_size* of the model.
+    """
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(directory, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
     except Exception as error:  # transformers raises OSError, ValueError, KeyError or the Rust tokenizer's own type
         raise CheckpointError(
             f"{str(directory)!r} has no usable tokenizer: download the model's tokenizer files into it"
         ) from error
+    if vocabulary_size is not None and tokenizer.vocab_size > vocabulary_size:
+        raise CheckpointError(
+            f"the tokenizer in {str(directory)!r} has {tokenizer.vocab_size:,} tokens and the model {vocabulary_size:,}: "
+            "use tokenizer and weights of the same model"
+        )
+    return tokenizer
 
 
 def token_windows(texts: Iterable[str], tokenizer: Any, window: int, tokens: int | None) -> Iterator[list[int]]:

@@ -96,8 +96,18 @@ def read_model(workspace: Workspace) -> ModelRecord:
 
 
 def refuse_other_model(workspace: Workspace, record: ModelRecord) -> None:
-    """Raise ``FingerprintMismatchError`` if *workspace* exists and describes another model than *record*."""
-    if workspace.model_json.exists() and read_model(workspace).fingerprint != record.fingerprint:
+    """Raise ``FingerprintMismatchError`` if *workspace* exists and describes another model than *record*, and
+    ``WorkspaceError`` if what it describes cannot be read."""
+    if not workspace.model_json.exists():
+        return
+    try:
+        fingerprint = read_model(workspace).fingerprint
+    except WorkspaceError as error:
+        raise WorkspaceError(
+            f"{str(workspace.path)!r} holds a model.json that cannot be read, so whose workspace it is remains unknown: "
+            "choose another workspace with -o, or remove that file"
+        ) from error
+    if fingerprint != record.fingerprint:
         raise FingerprintMismatchError(
             f"{str(workspace.path)!r} already belongs to another model: choose another workspace with -o"
         )

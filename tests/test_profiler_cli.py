@@ -267,6 +267,30 @@ def test_interruption_in_any_stage_keeps_the_old_counts(
     assert {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()} == before
 
 
+def test_workspace_that_cannot_be_read_is_left_alone(
+    tmp_path: Path, model: Path, corpus: Path, refuses: Refuses
+) -> None:
+    """Prevents the advice to run pi-profile from pi-profile itself, and overwriting what may be another model's."""
+    (tmp_path / "pi").mkdir()
+    (tmp_path / "pi" / "model.json").write_text("{")
+    message = refuses(main, model, "--corpus", corpus, "--tokens", "100", "-o", tmp_path / "pi")
+    assert message.endswith(": choose another workspace with -o, or remove that file")
+    assert (tmp_path / "pi" / "model.json").read_text() == "{"
+
+
+def test_reader_that_went_away_is_no_error_message(tmp_path: Path, model: Path, corpus: Path) -> None:
+    """Prevents ``pi-profile … | head -1`` from ending in advice about disks."""
+    code = "from pi_toolkit.profiler.cli import main; main()"
+    command = [sys.executable, "-c", code, str(model), "--corpus", str(corpus), "--tokens", "100"]
+    with subprocess.Popen(
+        [*command, "-o", str(tmp_path / "pi")], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        message = process.stderr.read()
+    assert message == "profiling tiny_llama on cpu in float32\n"
+
+
 def test_own_mistake_keeps_its_traceback(
     tmp_path: Path, model: Path, corpus: Path, run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -281,3 +281,11 @@ def test_unusable_tokenizer_is_one_sentence(tmp_path: Path, content: bytes | Non
         (tmp_path / "tokenizer.json").write_bytes(content)
     with pytest.raises(CheckpointError, match="has no usable tokenizer: download the model's tokenizer files into it"):
         load_tokenizer(tmp_path)
+
+
+def test_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
+    """Prevents an index error deep in torch when a token is beyond the embedding."""
+    directory = save_family(tmp_path, "llama", vocab_size=1000)
+    assert len(load_tokenizer(LLAMA, 4096)) == 4096
+    with pytest.raises(CheckpointError, match=r"has 4,096 tokens and the model 1,000: use tokenizer and weights of"):
+        load_tokenizer(directory, 1000)
