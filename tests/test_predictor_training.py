@@ -207,6 +207,14 @@ def test_measured_quality_equals_counting_by_hand() -> None:
     assert 0 < expected.hits < min(expected.firings, expected.candidates)
 
 
+def test_score_at_the_threshold_names_the_neuron() -> None:
+    """Prevents > where PowerInfer computes ≥: folded thresholds put scores exactly at 1."""
+    inputs = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
+    samples = samples_of(inputs, torch.tensor([[True, False], [False, True]]))
+    quality = measure_quality(torch.eye(2), torch.eye(2), 1.0, samples.batches(2))
+    assert quality == Quality(decisions=4, firings=2, candidates=2, hits=2)
+
+
 def opt_shape(hidden: int, ffn_sizes: tuple[int, ...], vocabulary: int) -> ModelShape:
     heads = hidden // 64
     attention = dict(num_heads=heads, num_kv_heads=heads, head_dim=64, max_positions=2048, attention_bias=True)

@@ -77,6 +77,16 @@ WRITERS: list[Callable[[Path, Tensors], None]] = [
 ]
 
 
+# Of the tiny configs with every tensor counting 0, 0.01 … 2.5 and again.
+GOLDEN_FINGERPRINTS = {
+    "llama": "",
+    "mistral": "",
+    "opt": "",
+    "falcon-7b": "",
+    "falcon-40b": "",
+}
+
+
 def model_directory(
     path: Path, family: str, write: Callable[[Path, Tensors], None] = write_safetensors, tensors: Tensors | None = None
 ) -> Path:
@@ -166,6 +176,22 @@ def test_other_dtype_or_config_has_another_fingerprint(tmp_path: Path) -> None:
     epsilon = save_family(tmp_path / "epsilon", "llama", rms_norm_eps=1e-5)
     assert len({Checkpoint(directory).fingerprint() for directory in (original, halved, epsilon)}) == 3
     assert Checkpoint(halved).dtype() == torch.float16
+
+
+def test_equal_bytes_of_another_dtype_have_another_fingerprint(tmp_path: Path) -> None:
+    """Prevents F16 and BF16 weights with the same bits, which mean other numbers, from passing for one model."""
+    half = {name: tensor.half() for name, tensor in tensors_of("opt").items()}
+    brain = {name: tensor.view(torch.bfloat16) for name, tensor in half.items()}
+    directories = [model_directory(tmp_path / n, "opt", tensors=t) for n, t in (("half", half), ("brain", brain))]
+    assert Checkpoint(directories[0]).fingerprint() != Checkpoint(directories[1]).fingerprint()
+
+
+@pytest.mark.parametrize(("family", "fingerprint"), GOLDEN_FINGERPRINTS.items())
+def test_fingerprint_is_that_of_earlier_releases(tmp_path: Path, family: str, fingerprint: str) -> None:
+    """Prevents a release that takes every existing workspace for another model's."""
+    shapes = {name: tensor.shape for name, tensor in tensors_of(family).items()}
+    tensors = {name: (torch.arange(shape.numel()) % 251 / 100).view(shape) for name, shape in shapes.items()}
+    assert Checkpoint(model_directory(tmp_path / "model", family, tensors=tensors)).fingerprint() == fingerprint
 
 
 def test_only_named_weight_files_are_opened(tmp_path: Path) -> None:
