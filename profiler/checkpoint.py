@@ -15,9 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 from .errors import CheckpointError
 from .model_families import FAMILIES, read_shape
+from .quantisation import QuantisedMatrix
 
 if TYPE_CHECKING:
     import torch
+
+    from .model_gguf import GgufModel
 
 FINGERPRINT_SAMPLE_BYTES = 4096
 _FILE_PATTERNS = ("model*.safetensors", "pytorch_model*.bin")
@@ -106,16 +109,14 @@ class Checkpoint:
         """The type the FFN weights are stored in."""
         return self.layer(0, "up.weight").dtype
 
+    def neuron_rows(self, layer: int, role: str) -> "torch.Tensor":
+        """``gate``, ``up`` or ``down`` of *layer* by neuron, [neurons, hidden]."""
+        tensor = self.layer(layer, role)
+        return tensor.T if role == "down.weight" else tensor
+
     def fingerprint(self) -> str:
         """64 hexadecimal digits; equal for the same weights in any file format."""
-        digest = hashlib.sha256(json.dumps(self.shape.to_json(), sort_keys=True).encode())
-        for role in sorted(self.shape.shared_shapes()):
-            _hash_tensor(digest, role, self.shared(role))
-        for layer in range(self.shape.num_layers):
-            tensors = self.attention(layer) | {r: self.layer(layer, r) for r in self.shape.ffn_shapes(layer)}
-            for role in sorted(tensors):
-                _hash_tensor(digest, f"{layer}.{role}", tensors[role])
-        return digest.hexdigest()
+        return fingerprint_of(self)
 
     def _checked(self, role: str, names: str, expected: tuple[int, ...]) -> "torch.Tensor":
         for name in self._candidate_names(names):
@@ -145,9 +146,23 @@ class Checkpoint:
         ]
 
 
-def _hash_tensor(digest: Any, role: str, tensor: "torch.Tensor") -> None:
+def fingerprint_of(model: "Checkpoint | GgufModel") -> str:
+    """The fingerprint of a model's tensors in the types they are stored in."""
+    digest = hashlib.sha256(json.dumps(model.shape.to_json(), sort_keys=True).encode())
+    for role in sorted(model.shape.shared_shapes()):
+        _hash_tensor(digest, role, model.shared(role))
+    for layer in range(model.shape.num_layers):
+        tensors = model.attention(layer) | {r: model.layer(layer, r) for r in model.shape.ffn_shapes(layer)}
+        for role in sorted(tensors):
+            _hash_tensor(digest, f"{layer}.{role}", tensors[role])
+    return digest.hexdigest()
+
+
+def _hash_tensor(digest: Any, role: str, tensor: "torch.Tensor | QuantisedMatrix") -> None:
     import torch
 
+    if isinstance(tensor, QuantisedMatrix):
+        role, tensor = f"{role}|{tensor.kind}", torch.from_numpy(tensor.blocks.copy())
     data = tensor.contiguous().flatten().view(torch.uint8)
     digest.update(f"{role}|{str(tensor.dtype).removeprefix('torch.')}|{list(tensor.shape)}|".encode())
     length = min(FINGERPRINT_SAMPLE_BYTES, len(data))

@@ -46,10 +46,11 @@ class ValueType(IntEnum):
 class TensorType(IntEnum):
     """Type of a tensor's values, in the numbering of ``ggml`` at the time PowerInfer branched off."""
 
-    F32, F16, Q4_0 = 0, 1, 2
-    Q5_0, Q8_0 = 6, 8
-    Q6_K = 14
+    F32, F16, Q4_0, Q4_1 = 0, 1, 2, 3
+    Q5_0, Q5_1, Q8_0 = 6, 7, 8
+    Q2_K, Q3_K, Q4_K, Q5_K, Q6_K = 10, 11, 12, 13, 14
     I32 = 18
+    BF16 = 30  # younger than PowerInfer, whose engine does not know it
 
 
 I32_IN_CURRENT_GGML = 26
@@ -58,12 +59,21 @@ BLOCKS = {
     TensorType.F32: (1, 4),
     TensorType.F16: (1, 2),
     TensorType.Q4_0: (32, 18),
+    TensorType.Q4_1: (32, 20),
     TensorType.Q5_0: (32, 22),
+    TensorType.Q5_1: (32, 24),
     TensorType.Q8_0: (32, 34),
+    TensorType.Q2_K: (256, 84),
+    TensorType.Q3_K: (256, 110),
+    TensorType.Q4_K: (256, 144),
+    TensorType.Q5_K: (256, 176),
     TensorType.Q6_K: (256, 210),
     TensorType.I32: (1, 4),
+    TensorType.BF16: (1, 2),
 }
-_NUMPY_DTYPES = {TensorType.F32: "<f4", TensorType.F16: "<f2", TensorType.I32: "<i4"}
+# numpy has no BF16: its values are handed out as their bits.
+_NUMPY_DTYPES = {TensorType.F32: "<f4", TensorType.F16: "<f2", TensorType.I32: "<i4", TensorType.BF16: "<u2"}
+_LONGEST_GREETING = 64  # bytes that tell apart what is no GGUF file at all
 _NUMBER_FORMATS = dict(zip(ValueType, "BbHhIifB??Qqd", strict=True))
 
 
@@ -118,12 +128,32 @@ class GgufFile:
         return found.value
 
     def data(self, name: str) -> np.ndarray:
-        """Read-only view: F32, F16 and I32 in the tensor's shape; block types as uint8 [..., bytes of a row]."""
+        """Read-only view: F32, F16, I32, and BF16 as uint16, in the tensor's shape; block types as uint8 [..., row bytes]."""
         info = self.tensors[name]
         raw = np.frombuffer(self._buffer, np.uint8, info.num_bytes, self._starts[name])
         if info.type in _NUMPY_DTYPES:
             return raw.view(_NUMPY_DTYPES[info.type]).reshape(info.shape)
         return raw.reshape(*info.shape[:-1], tensor_bytes(info.shape[-1:], info.type))
+
+    def drop_pages(self, name: str) -> None:
+        """Take a tensor's pages out of this process; views of it stay valid and read them from the file again."""
+        begin = self._starts[name] // mmap.PAGESIZE * mmap.PAGESIZE
+        length = self._starts[name] + self.tensors[name].num_bytes - begin
+        if length and hasattr(mmap, "MADV_DONTNEED"):
+            self._buffer.madvise(mmap.MADV_DONTNEED, begin, length)
+
+
+def read_magic(path: Path) -> Magic:
+    """Which of the two kinds of file *path* is; raises ``GgufError`` for anything else."""
+    try:
+        with path.open("rb") as file:
+            begin = file.read(_LONGEST_GREETING)
+    except OSError as error:
+        raise GgufError(f"{str(path)!r} cannot be read ({error.strerror}): check the path") from error
+    for magic in ("GGUF", "PWRI"):
+        if begin[:4] == magic.encode():
+            return magic
+    raise GgufError(f"{str(path)!r}: {_foreign(begin, 'GGUF or PWRI')}")
 
 
 def read(path: Path, magic: Magic) -> GgufFile:
@@ -234,11 +264,20 @@ class _Cursor:
             raise GgufError(f"{what} is not UTF-8: {_REMEDY}") from None
 
 
+def _foreign(begin: bytes, wanted: str) -> str:
+    """What a file is that begins otherwise; the two things that downloads leave behind are named."""
+    if begin.startswith(b"version https://git-lfs"):
+        return "is a git-lfs pointer, not the file itself: fetch it with git lfs pull"
+    if begin.lstrip()[:5].lower() in (b"<!doc", b"<html", b"<?xml"):
+        return "is a web page, not the file itself: download it again"
+    return f"begins with {begin[:4]!r} instead of {wanted!r}: give a file of that kind"
+
+
 def _parse(buffer: mmap.mmap, magic: Magic) -> GgufFile:
     cursor = _Cursor(buffer)
     begin = cursor.take(4, "its magic")
     if buffer[begin : begin + 4] != magic.encode():
-        raise GgufError(f"begins with {buffer[:4]!r} instead of {magic!r}: give a file of that kind")
+        raise GgufError(_foreign(buffer[:_LONGEST_GREETING], magic))
     version = cursor.number(ValueType.U32, "its version")
     if version != VERSION:
         raise GgufError(f"has GGUF version {version} and this release reads {VERSION}: convert the file")
