@@ -1,0 +1,60 @@
+"""What the commands share: exact counts, finite numbers, and ``--help`` without the wait."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+
+import click
+import pytest
+
+from pi_toolkit.profiler.cli import main
+from pi_toolkit.profiler.command_line import CountType, FiniteFloatType, emit_json
+
+
+@pytest.mark.parametrize("tokens", ["0", "-5", "abc", "", "1.5", "0.0001k", "nan", "1e6", "9" * 50, "9" * 500])
+def test_malformed_token_count_is_a_usage_error(refuses: Callable[..., str], tokens: str) -> None:
+    """Prevents an endless or empty run, or a traceback, from a slip of the keyboard."""
+    message = refuses(main, "model", f"--tokens={tokens}", exit_code=2)
+    assert message.startswith("Error: Invalid value for '--tokens'")
+    assert message.endswith(": write for example 200k or 1M")
+
+
+@pytest.mark.parametrize(
+    ("text", "count"), [("1.001k", 1001), ("4.35k", 4350), ("1.5M", 1_500_000), ("2g", 2 * 10**9), ("7", 7)]
+)
+def test_token_counts_are_exact(text: str, count: int) -> None:
+    """Prevents binary rounding: 1.001 × 1000 is 1000.9999999999999 in floating point."""
+    assert CountType().convert(text, None, None) == count
+
+
+@pytest.mark.parametrize("text", ["nan", "inf", "-inf", "-1", "0", "1.01", "x", ""])
+def test_number_out_of_range_is_refused(text: str) -> None:
+    """Prevents nan, which passes every comparison that click makes, from reaching a computation."""
+    with pytest.raises(click.BadParameter):
+        FiniteFloatType(exclusive=True, maximum=1.0).convert(text, None, None)
+
+
+@pytest.mark.parametrize(("text", "number"), [("0", 0.0), ("1e-3", 0.001), ("7", 7.0)])
+def test_number_in_range_is_taken(text: str, number: float) -> None:
+    """Prevents the bound itself, or a number in another notation, from being refused."""
+    assert FiniteFloatType().convert(text, None, None) == number
+
+
+def test_json_line_is_strict(capsys: pytest.CaptureFixture[str]) -> None:
+    """Prevents NaN, which no other JSON reader takes, and names that are escaped beyond recognition."""
+    emit_json({"workspace": "été"})
+    assert capsys.readouterr().out == '{"workspace": "été"}\n'
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        emit_json({"share": float("nan")})
+
+
+def test_help_is_quick() -> None:
+    """Prevents two seconds of importing torch before ``--help`` answers."""
+    code = (
+        "import sys\nfrom pi_toolkit.profiler.cli import main\nmain(['--help'], standalone_mode=False)\n"
+        "heavy = {'torch', 'transformers', 'datasets', 'matplotlib', 'pandas', 'numpy'} & set(sys.modules)\n"
+        "sys.exit(f'imported {heavy}' if heavy else 0)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert "pi-profile facebook/opt-6.7b --tokens 1M" in result.stdout
