@@ -114,12 +114,14 @@ def main(
         with progress_bar("sampling", tokens) as progress:
             collect_samples(hf_model, store, corpus, tokenizer, window, batch_size, progress.advance)
         del hf_model
+        sampled = store.tokens()
+        if sampled < tokens:
+            note(f"the corpus ended after {sampled:,} of {tokens:,} tokens")
         total = shape.num_layers * epochs * len(store.layer("training", 0))
         with progress_bar("training", total, "samples") as progress:
             trained = [
                 train_layer(*store.splits(layer), width, options, progress.advance) for layer in range(shape.num_layers)
             ]
-        sampled = store.tokens()
 
     quality = tuple(
         predictor_file.LayerQuality(

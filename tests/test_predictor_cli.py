@@ -114,6 +114,14 @@ def test_progress_is_not_on_stdout(workspace: Path, quick: list[object], run: Ca
     assert "mean recall" in result.stdout and "of the model's parameters" in result.stdout
 
 
+def test_corpus_that_ends_early_is_announced(workspace: Path, corpus: Path, run: Callable[..., Any]) -> None:
+    """Prevents predictors trained on far fewer tokens than asked for from going unnoticed."""
+    result = run(main, workspace, "--corpus", corpus, "--tokens", "100k", "--epochs", "1")
+    assert result.exit_code == 0
+    sampled = json.loads((workspace / "predictor" / "config.json").read_text())["training"]["tokens"]
+    assert f"the corpus ended after {sampled:,} of 100,000 tokens" in result.stderr
+
+
 @pytest.mark.parametrize("tokens", [1, 3, 20, 330])
 def test_short_runs_are_legal(workspace: Path, corpus: Path, run_json: RunJson, tokens: int) -> None:
     """Prevents a traceback from a first try with a handful of tokens."""

@@ -5,9 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from pi_toolkit.profiler.checkpoint import Checkpoint, read_config
 from pi_toolkit.profiler.errors import UnsupportedModelError
+from pi_toolkit.profiler.hf_model import load_hf_model
 from pi_toolkit.profiler.model_families import FAMILIES, ModelShape, Rotary, read_shape
 from tiny_models import CONFIGS, make_model, save_family
 
@@ -120,6 +122,18 @@ def test_shape_record_without_a_key_is_refused() -> None:
 def test_unknown_key_is_refused_by_name(family: str, key: str) -> None:
     """Prevents a config key that changes the maths and is silently ignored."""
     assert key in refusal(config_of(family, **{key: {"x": 1}}))
+
+
+def test_published_falcon_code_is_accepted_and_other_code_is_not(tmp_path: Path) -> None:
+    """Prevents refusing tiiuae's Falcons, whose repositories still carry the code that ``transformers`` adopted."""
+    published = {"AutoConfig": "configuration_falcon.FalconConfig", "AutoModel": "modeling_falcon.FalconModel"}
+    directory = save_family(tmp_path, "falcon-7b")
+    config = {**read_config(directory), "auto_map": published}
+    (directory / "config.json").write_text(json.dumps(config))
+    checkpoint = Checkpoint(directory)
+    assert checkpoint.shape == read_shape(config_of("falcon-7b"))
+    assert type(load_hf_model(checkpoint, torch.device("cpu"), torch.float32)).__module__.startswith("transformers.")
+    assert "auto_map" in refusal({**config, "auto_map": {**published, "AutoModel": "modeling_mine.Mine"}})
 
 
 @pytest.mark.parametrize("value", [None, False, 0, "", [], {}])
