@@ -15,12 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from .errors import CheckpointError
 from .model_families import FAMILIES, read_shape
-from .quantisation import QuantisedMatrix
 
 if TYPE_CHECKING:
     import torch
-
-    from .model_gguf import GgufModel
 
 FINGERPRINT_SAMPLE_BYTES = 4096
 _FILE_PATTERNS = ("model*.safetensors", "pytorch_model*.bin")
@@ -116,7 +113,14 @@ class Checkpoint:
 
     def fingerprint(self) -> str:
         """64 hexadecimal digits; equal for the same weights in any file format."""
-        return fingerprint_of(self)
+        digest = hashlib.sha256(json.dumps(self.shape.to_json(), sort_keys=True).encode())
+        for role in sorted(self.shape.shared_shapes()):
+            _hash_tensor(digest, role, self.shared(role))
+        for layer in range(self.shape.num_layers):
+            tensors = self.attention(layer) | {r: self.layer(layer, r) for r in self.shape.ffn_shapes(layer)}
+            for role in sorted(tensors):
+                _hash_tensor(digest, f"{layer}.{role}", tensors[role])
+        return digest.hexdigest()
 
     def _checked(self, role: str, names: str, expected: tuple[int, ...]) -> "torch.Tensor":
         for name in self._candidate_names(names):
@@ -146,23 +150,9 @@ class Checkpoint:
         ]
 
 
-def fingerprint_of(model: "Checkpoint | GgufModel") -> str:
-    """The fingerprint of a model's tensors in the types they are stored in."""
-    digest = hashlib.sha256(json.dumps(model.shape.to_json(), sort_keys=True).encode())
-    for role in sorted(model.shape.shared_shapes()):
-        _hash_tensor(digest, role, model.shared(role))
-    for layer in range(model.shape.num_layers):
-        tensors = model.attention(layer) | {r: model.layer(layer, r) for r in model.shape.ffn_shapes(layer)}
-        for role in sorted(tensors):
-            _hash_tensor(digest, f"{layer}.{role}", tensors[role])
-    return digest.hexdigest()
-
-
-def _hash_tensor(digest: Any, role: str, tensor: "torch.Tensor | QuantisedMatrix") -> None:
+def _hash_tensor(digest: Any, role: str, tensor: "torch.Tensor") -> None:
     import torch
 
-    if isinstance(tensor, QuantisedMatrix):
-        role, tensor = f"{role}|{tensor.kind}", torch.from_numpy(tensor.blocks.copy())
     data = tensor.contiguous().flatten().view(torch.uint8)
     digest.update(f"{role}|{str(tensor.dtype).removeprefix('torch.')}|{list(tensor.shape)}|".encode())
     length = min(FINGERPRINT_SAMPLE_BYTES, len(data))

@@ -8,6 +8,8 @@ when the next one is asked for, so that loading needs no more than the result. T
 :mod:`.model_gguf_layout`.
 """
 
+import hashlib
+import json
 import math
 import re
 import warnings
@@ -15,8 +17,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from . import gguf_container
-from .checkpoint import fingerprint_of
+from .checkpoint import FINGERPRINT_SAMPLE_BYTES
 from .command_line import note
 from .errors import GgufError
 from .gguf_container import TensorType, ValueType
@@ -136,8 +140,19 @@ class GgufModel:
         return stated
 
     def fingerprint(self) -> str:
-        """The stated one, else one over the file's own tensors."""
-        return self.stated_fingerprint or fingerprint_of(self)
+        """The stated one, else one over the shape and, of each tensor as stored, name, type, shape and three samples."""
+        return self.stated_fingerprint or self._own_fingerprint
+
+    @cached_property
+    def _own_fingerprint(self) -> str:
+        digest = hashlib.sha256(json.dumps(self.shape.to_json(), sort_keys=True).encode())
+        for name, info in sorted(self.file.tensors.items()):
+            digest.update(f"{name}|{info.type.name}|{list(info.shape)}|".encode())
+            data = self.file.data(name).reshape(-1).view(np.uint8)
+            length = min(FINGERPRINT_SAMPLE_BYTES, len(data))
+            for start in (0, (len(data) - length) // 2, len(data) - length):
+                digest.update(data[start : start + length])
+        return digest.hexdigest()
 
     def end_ids(self) -> frozenset[int]:
         """Token ids that end a text."""
@@ -221,3 +236,25 @@ class GgufModel:
         types = {i.type.name for i in self.file.tensors.values() if i.type not in _FLOATS and i.type not in KINDS}
         if types:
             note(f"{self.path.name}: {', '.join(sorted(types))} tensors are dequantised while loading")
+
+
+class DequantisedModel:
+    """A model whose quantised matrices come as floating point in *dtype*, for code that computes with nothing else."""
+
+    def __init__(self, model: GgufModel, dtype: "torch.dtype | None" = None) -> None:
+        self.shape, self._model, self._dtype = model.shape, model, dtype
+
+    def shared(self, role: str) -> "torch.Tensor":
+        return dense(self._model.shared(role), self._dtype)
+
+    def attention(self, layer: int) -> "dict[str, torch.Tensor]":
+        return {role: dense(tensor, self._dtype) for role, tensor in self._model.attention(layer).items()}
+
+    def layer(self, layer: int, role: str) -> "torch.Tensor":
+        return dense(self._model.layer(layer, role), self._dtype)
+
+    def neuron_rows(self, layer: int, role: str) -> "torch.Tensor":
+        return dense(self._model.neuron_rows(layer, role), self._dtype)
+
+    def dtype(self) -> "torch.dtype":
+        return self._model.dtype()

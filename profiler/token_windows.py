@@ -1,6 +1,7 @@
 """Texts to token windows: each document is tokenised with the tokenizer's own rule for BOS, documents follow one
 another without padding, and the stream is cut into windows. Only the last window of a stream may be shorter."""
 
+import json
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -35,6 +36,19 @@ def load_tokenizer(directory: "Path", vocabulary_size: int | None = None) -> Any
             "use tokenizer and weights of the same model"
         )
     return tokenizer
+
+
+def read_end_ids(directory: "Path") -> frozenset[int]:
+    """Token ids that end a text, from ``generation_config.json`` or else ``config.json``; empty if neither names any."""
+    for name in ("generation_config.json", "config.json"):
+        try:
+            found = json.loads((directory / name).read_text("utf-8")).get("eos_token_id")
+        except (FileNotFoundError, UnicodeDecodeError, json.JSONDecodeError, AttributeError):
+            continue
+        ids = found if isinstance(found, list) else [found]
+        if found is not None and all(isinstance(end, int) for end in ids):
+            return frozenset(ids)
+    return frozenset()
 
 
 def token_windows(texts: Iterable[str], tokenizer: Any, window: int, tokens: int | None) -> Iterator[list[int]]:

@@ -1,7 +1,6 @@
 """From a workspace to a decoder that is ready to run: finds weights, predictors and placement, checks that they belong
 together, and says on stderr what is missing and what that means."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +11,7 @@ from pi_toolkit.profiler.command_line import note, percent, progress_bar, readab
 from pi_toolkit.profiler.device import resolve_device, resolve_dtype
 from pi_toolkit.profiler.errors import GenerationError, HardwareError
 from pi_toolkit.profiler.model_families import ModelShape
-from pi_toolkit.profiler.token_windows import load_tokenizer
+from pi_toolkit.profiler.token_windows import load_tokenizer, read_end_ids
 from pi_toolkit.profiler.workspace import ModelRecord, Workspace, open_checkpoint, read_model
 from pi_toolkit.solver import gpuidx
 from pi_toolkit.solver.gpuidx import GpuIndex
@@ -115,19 +114,6 @@ def choose_mode(workspace: Workspace, record: ModelRecord, wanted: Mode | None) 
     if predictors.fingerprint is None:
         note(f"{str(workspace.predictor)!r} states no model fingerprint: it was checked by its shapes alone")
     return predictors, mode
-
-
-def read_end_ids(directory: Path) -> frozenset[int]:
-    """Token ids that end a text, from ``generation_config.json`` or else ``config.json``; empty if neither names any."""
-    for name in ("generation_config.json", "config.json"):
-        try:
-            found = json.loads((directory / name).read_text("utf-8")).get("eos_token_id")
-        except (FileNotFoundError, UnicodeDecodeError, json.JSONDecodeError, AttributeError):
-            continue
-        ids = found if isinstance(found, list) else [found]
-        if found is not None and all(isinstance(end, int) for end in ids):
-            return frozenset(ids)
-    return frozenset()
 
 
 def _find_placement(workspace: Workspace, record: ModelRecord, wanted: Path | None) -> GpuIndex | None:
