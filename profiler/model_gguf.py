@@ -156,10 +156,12 @@ class GgufModel:
 
     def end_ids(self) -> frozenset[int]:
         """Token ids that end a text."""
-        for name, item_type in ((f"{OURS}end_token_ids", ValueType.U32), ("tokenizer.ggml.eos_token_id", None)):
-            item = self.file.key_values.get(name)
-            if item is not None and item.type == (ValueType.ARRAY if item_type else ValueType.U32):
-                return frozenset(int(i) for i in item.value) if item_type else frozenset([item.value])
+        several = self.file.key_values.get(f"{OURS}end_token_ids")
+        if several is not None and several.item_type == ValueType.U32:
+            return frozenset(several.value.tolist())
+        one = self.file.key_values.get("tokenizer.ggml.eos_token_id")
+        if one is not None and one.type == ValueType.U32:
+            return frozenset([one.value])
         return frozenset()
 
     def tokenizer(self) -> Any:
