@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from pi_toolkit.profiler.model_families import ModelShape
 
 from .kernels.sparse_ffn_reference import Mode
-from .kv_cache import KeyValueCache
+from .kv_cache import KeyValueCache, cache_dtype
+from .native_step import native_step
 from .weights import LayerWeights, ModelWeights
 
 if TYPE_CHECKING:
@@ -17,20 +18,28 @@ if TYPE_CHECKING:
 
 
 class Decoder:
-    """Runs one model in *mode* over a cache of *slots* sequences of up to *context* tokens."""
+    """Runs one model in *mode* over a cache of *slots* sequences of up to *context* tokens, on *threads* CPU threads."""
 
-    def __init__(self, shape: ModelShape, weights: ModelWeights, slots: int, context: int, mode: Mode) -> None:
+    def __init__(
+        self, shape: ModelShape, weights: ModelWeights, slots: int, context: int, mode: Mode, threads: int | None = None
+    ) -> None:
         self.shape, self.weights, self.mode = shape, weights, mode
         devices = [layer.device for layer in weights.layers]
-        self.cache = KeyValueCache.allocate(shape, devices, slots, context, weights.embedding.dtype)
+        self.cache = KeyValueCache.allocate(shape, devices, slots, context, cache_dtype(weights.kind))
         self._rotations = {device: self._rotation_table(device, context) for device in set(devices)}
+        self.native = native_step(shape, weights, self.cache, self._rotations, threads)
 
     def step(self, tokens: "torch.Tensor", positions: "torch.Tensor", slots: "torch.Tensor") -> "torch.Tensor":
         """Logits float32 [rows, vocabulary] after the last of *tokens*; arguments as in :meth:`hidden_states`."""
+        import torch
+
+        if self.native and tokens.shape[1] == 1:
+            each = zip(tokens[:, 0].tolist(), positions[:, 0].tolist(), slots.tolist(), strict=True)
+            return torch.stack([self.native.run(*row, self.mode) for row in each])
         return self.logits(self.hidden_states(tokens, positions, slots)[:, -1])
 
     def hidden_states(self, tokens: "torch.Tensor", positions: "torch.Tensor", slots: "torch.Tensor") -> "torch.Tensor":
-        """Residual stream after the last layer, [rows, tokens, hidden].
+        """Residual stream after the last layer, float32 [rows, tokens, hidden].
 
         Row r holds the next tokens of the sequence in slot ``slots[r]``: *tokens* int64 [rows, tokens] at *positions*
         int64 [rows, tokens], which ascend by one and lie below the cache's context. All three are on the CPU.
@@ -39,9 +48,9 @@ class Decoder:
 
         with torch.inference_mode():
             weights, shape = self.weights, self.shape
-            residual = weights.embedding[tokens.to(weights.embedding.device)]
+            residual = weights.embedding.select(tokens)
             if weights.positions is not None:
-                residual = residual + weights.positions[positions.to(residual.device) + shape.position_offset]
+                residual = residual + weights.positions.select(positions + shape.position_offset)
             first, end = self._key_range(positions)
             allowed = self._allowed_keys(positions, first, end)
             for number, layer in enumerate(weights.layers):
@@ -63,7 +72,7 @@ class Decoder:
 
         with torch.inference_mode():
             normed = self.weights.final_norm(hidden_states.to(self.weights.head.device))
-            return (normed @ self.weights.head.T).float()
+            return self.weights.head.multiply(normed)
 
     def _ffn(self, layer: LayerWeights, normed: "torch.Tensor", residual: "torch.Tensor") -> "torch.Tensor":
         hidden = self.shape.hidden_size
@@ -90,7 +99,7 @@ class Decoder:
             rotated = self._rotate(rotated, positions)
         query, key = (part.transpose(1, 2) for part in rotated.split([heads, kv_heads], dim=2))
         self.cache.store(number, slots, positions, key, value.transpose(1, 2))
-        keys, values = self.cache.load(number, slots, *key_range)
+        keys, values = (part.to(query.dtype) for part in self.cache.load(number, slots, *key_range))
         if tokens == 1 and heads != kv_heads:
             # Query heads that share a key head stand in for tokens, so that no key has to be repeated.
             query = query.view(rows, kv_heads, heads // kv_heads, shape.head_dim)
@@ -117,7 +126,7 @@ class Decoder:
         return None if bool(allowed.all()) else allowed[:, None]
 
     def _rotation_table(self, device: "torch.device", context: int) -> "tuple[torch.Tensor, torch.Tensor] | None":
-        """Cosines and sines [context, head_dim] of the rotary angles, both halves alike."""
+        """Cosines and sines float32 [context, head_dim] of the rotary angles, both halves alike."""
         import torch
 
         rotary = self.shape.rotary
@@ -126,8 +135,7 @@ class Decoder:
         exponents = torch.arange(0, self.shape.head_dim, 2, dtype=torch.float32) / self.shape.head_dim
         angles = torch.arange(context)[:, None] / rotary.linear_factor * (1.0 / rotary.theta**exponents)
         both = torch.cat((angles, angles), dim=-1)
-        dtype = self.weights.embedding.dtype
-        return both.cos().to(device, dtype), both.sin().to(device, dtype)
+        return both.cos().to(device), both.sin().to(device)
 
     def _rotate(self, heads: "torch.Tensor", positions: "torch.Tensor") -> "torch.Tensor":
         """Rotary embedding of [rows, tokens, heads, head_dim] by *positions* [rows, tokens]."""

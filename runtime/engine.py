@@ -3,7 +3,7 @@ together, and says on stderr what is missing and what that means."""
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from pi_toolkit.predictor_training import predictor_file
 from pi_toolkit.predictor_training.predictor_file import PredictorSet
@@ -18,6 +18,7 @@ from pi_toolkit.solver.gpuidx import GpuIndex
 from pi_toolkit.solver.memory import unit_bytes
 
 from .decoder import Decoder
+from .kernels.packed_matrix import Kind
 from .kernels.sparse_ffn_reference import Mode
 from .tier_plan import TierPlan, all_cold, from_index
 from .weights import load_weights
@@ -79,6 +80,7 @@ def open_engine(workspace: Workspace, options: EngineOptions) -> Engine:
     plan = from_index(index, hot, cold) if index else all_cold(shape, hot, cold)
     checkpoint = open_checkpoint(workspace, record, options.model)
     dtype = resolve_dtype(_dtype_name(options.dtype, index, hot), hot, checkpoint.dtype(), shape.num_parameters())
+    kind = cast(Kind, str(dtype).removeprefix("torch."))
     tokenizer = load_tokenizer(checkpoint.directory)
     if index and hot.type == "cpu":
         note(
@@ -86,10 +88,10 @@ def open_engine(workspace: Workspace, options: EngineOptions) -> Engine:
         )
     elif index:
         widths = [len(fc1) for fc1 in predictors.fc1] if predictors else None
-        units = unit_bytes(shape, str(dtype).removeprefix("torch."), context, options.slots, widths)
+        units = unit_bytes(shape, kind, context, options.slots, widths)
         check_gpu_memory(plan.hot_bytes(units), torch.cuda.mem_get_info(hot)[0], index)
     with progress_bar("loading", shape.num_layers, "layers") as progress:
-        weights = load_weights(checkpoint, plan, predictors, dtype, progress.advance)
+        weights = load_weights(checkpoint, plan, predictors, kind, progress.advance)
     decoder = Decoder(shape, weights, options.slots, context, mode)
     return Engine(record, decoder, tokenizer, plan, read_end_ids(checkpoint.directory))
 

@@ -5,10 +5,19 @@ from typing import TYPE_CHECKING
 
 from pi_toolkit.profiler.model_families import ModelShape
 
+from .kernels.packed_matrix import Kind
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import torch
+
+
+def cache_dtype(kind: Kind) -> "torch.dtype":
+    """What a model of weights in *kind* keeps its keys and values in: two bytes, but for float32."""
+    import torch
+
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}.get(kind, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -39,7 +48,7 @@ class KeyValueCache:
                 cache[int(slots[0]), :, first : first + new.shape[2]] = new[0]
             else:
                 where = (slots[:, None].to(cache.device), slice(None), positions.to(cache.device))
-                cache[where] = new.transpose(1, 2)
+                cache[where] = new.transpose(1, 2).to(cache.dtype)
 
     def load(self, layer: int, slots: "torch.Tensor", first: int, end: int) -> "tuple[torch.Tensor, torch.Tensor]":
         """Keys and values [rows, kv_heads, end − first, head_dim]; views where the slots are consecutive."""

@@ -3,50 +3,103 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pi_toolkit.predictor_training.predictor import scores
-
 from .kernels import sparse_ffn_reference as kernel
+from .kernels.packed_matrix import PackedMatrix, row_tiles
 from .kernels.sparse_ffn_reference import Mode, NeuronRows
 
 if TYPE_CHECKING:
     import torch
 
 
-@dataclass(frozen=True)
-class PlacedFfn:
-    """The tiers of one layer, none of them empty, and the bias [hidden] that is added once.
+@dataclass(frozen=True, eq=False)
+class NeuronTier:
+    """Weights of k neurons on one device, a row of ``hidden`` values each.
 
-    ``predictor`` is fc1 [r, hidden] and fc2 [neurons, r], rows of fc2 in the order of the tiers' neurons, so that each
-    tier's scores are a slice; neurons with a score of at least ``threshold`` are candidates.
+    ``first`` decides whether a neuron fires (gate, or up of ungated neurons); ``up`` is that of gated neurons, else None;
+    ``up_bias`` float32 [k] or None. Rows of ``up`` and ``down`` of one neuron lie side by side.
     """
 
-    tiers: tuple[NeuronRows, ...]
-    down_bias: "torch.Tensor | None"
-    predictor: "tuple[torch.Tensor, torch.Tensor] | None"
+    first: PackedMatrix
+    up: PackedMatrix | None
+    down: PackedMatrix
+    up_bias: "torch.Tensor | None"
+
+    def __len__(self) -> int:
+        return self.first.rows
+
+    @property
+    def device(self) -> "torch.device":
+        return self.first.device
+
+    def __call__(
+        self, x: "torch.Tensor", mode: Mode, scores: "torch.Tensor | None", threshold: float
+    ) -> "torch.Tensor":
+        """What these neurons add: float32 [tokens, hidden] from *x* [tokens, hidden]; *scores* [tokens, k] in mode predicted.
+
+        Plain weights are read in place; those that have to be converted are taken tile by tile.
+        """
+        import torch
+
+        dtype = self.first.product_dtype
+        x, plain = x.to(self.device, dtype), self.first.is_plain
+        output = torch.zeros(x.shape, dtype=torch.float32, device=self.device)
+        for first, end in [(0, len(self))] if plain else row_tiles(len(self), x.shape[1]):
+            rows = self._rows(first, end, dtype)
+            if mode == "predicted":
+                assert scores is not None, "predictors name candidates in mode predicted"
+                output += kernel.predicted(x, rows, scores[:, first:end].to(self.device), threshold)
+            else:
+                output += kernel.dense(x, rows) if mode == "dense" else kernel.exact(x, rows)
+        return output
+
+    def _rows(self, first: int, end: int, dtype: "torch.dtype") -> NeuronRows:
+        firing = self.first.values(first, end).to(dtype)
+        down = self.down.values(first, end).to(dtype)
+        up_bias = None if self.up_bias is None else self.up_bias[first:end].to(dtype)
+        if self.up is None:
+            return NeuronRows(up=firing, down=down, up_bias=up_bias)
+        return NeuronRows(up=self.up.values(first, end).to(dtype), down=down, gate=firing)
+
+
+@dataclass(frozen=True, eq=False)
+class PlacedPredictor:
+    """``fc1`` [r, hidden] and ``fc2`` [neurons, r], rows of ``fc2`` in the order of the tiers' neurons, so that each tier's
+    scores are a slice; neurons with a score of at least ``threshold`` are candidates."""
+
+    fc1: PackedMatrix
+    fc2: PackedMatrix
     threshold: float
 
+    def scores(self, residual: "torch.Tensor") -> "torch.Tensor":
+        """float32 [tokens, neurons] from the residual stream [tokens, hidden].
+
+        Always in float32, so that which neurons are candidates does not depend on how many tokens are computed at once.
+        """
+        return self.fc2.multiply_exactly(self.fc1.multiply_exactly(residual.to(self.fc1.device)).relu_())
+
+
+@dataclass(frozen=True, eq=False)
+class PlacedFfn:
+    """The tiers of one layer, none of them empty, and the float32 bias [hidden] that is added once."""
+
+    tiers: tuple[NeuronTier, ...]
+    down_bias: "torch.Tensor | None"
+    predictor: PlacedPredictor | None
+
     def __call__(self, normed: "torch.Tensor", residual: "torch.Tensor", mode: Mode) -> "torch.Tensor":
-        """The FFN's output [tokens, hidden] on the device of *normed*.
+        """The FFN's output float32 [tokens, hidden] on the device of *normed*.
 
         *normed* [tokens, hidden] is what the neurons read, *residual* [tokens, hidden] what the predictor reads.
         """
+        scores, threshold = None, 0.0
+        if mode == "predicted":
+            assert self.predictor is not None, "the engine opens mode predicted only with predictors"
+            scores, threshold = self.predictor.scores(residual), self.predictor.threshold
         output, first = self.down_bias, 0
-        scores = self._scores(residual) if mode == "predicted" else None
-        for rows in self.tiers:
-            x = normed.to(rows.up.device)
-            if scores is not None:
-                mine = scores[:, first : first + len(rows)].to(x.device)
-                part = kernel.predicted(x, rows, mine, self.threshold)
-            else:
-                part = kernel.dense(x, rows) if mode == "dense" else kernel.exact(x, rows)
-            part = part.to(normed.device)
+        for tier in self.tiers:
+            mine = None if scores is None else scores[:, first : first + len(tier)]
+            part = tier(normed, mode, mine, threshold).to(normed.device)
             output = part if output is None else output + part
-            first += len(rows)
+            first += len(tier)
         assert output is not None, "a layer has at least one neuron"
         return output
-
-    def _scores(self, residual: "torch.Tensor") -> "torch.Tensor":
-        """[tokens, neurons], columns in the order of the tiers' neurons."""
-        assert self.predictor is not None, "the engine opens mode predicted only with predictors"
-        fc1, fc2 = self.predictor
-        return scores(fc1, fc2, residual.to(fc1.device))

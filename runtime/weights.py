@@ -10,31 +10,31 @@ from typing import TYPE_CHECKING
 
 from pi_toolkit.predictor_training.predictor_file import PredictorSet
 from pi_toolkit.profiler.checkpoint import Checkpoint
+from pi_toolkit.profiler.quantisation import QuantisedMatrix
 
-from .kernels.sparse_ffn_reference import NeuronRows
-from .placed_ffn import PlacedFfn
+from .kernels.packed_matrix import Kind, PackedMatrix, allocate, fill, pack, row_bytes
+from .placed_ffn import NeuronTier, PlacedFfn, PlacedPredictor
 from .tier_plan import TierPlan
 
 if TYPE_CHECKING:
     import torch
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Linear:
-    """y = weight · x + bias; ``weight`` [outputs, inputs]."""
+    """y = weight · x + bias; ``weight`` [outputs, inputs], ``bias`` float32 [outputs] or None."""
 
-    weight: "torch.Tensor"
+    weight: PackedMatrix
     bias: "torch.Tensor | None"
 
     def __call__(self, x: "torch.Tensor") -> "torch.Tensor":
-        from torch.nn.functional import linear
+        product = self.weight.multiply(x)
+        return product if self.bias is None else product + self.bias
 
-        return linear(x, self.weight, self.bias)
 
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Norm:
-    """RMS norm without a bias, layer norm with one."""
+    """RMS norm without a bias, layer norm with one; float32."""
 
     weight: "torch.Tensor"
     bias: "torch.Tensor | None"
@@ -48,7 +48,7 @@ class Norm:
         return layer_norm(x, self.weight.shape, self.weight, self.bias, self.epsilon)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LayerWeights:
     """One layer; ``query_key_value`` stacks the rows of the three maps, ``ffn_norm`` is None where attention and FFN share
     a norm (Falcon-7B)."""
@@ -65,114 +65,139 @@ class LayerWeights:
         return self.output.weight.device
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ModelWeights:
     """A whole model; the embedding [vocabulary, hidden] and learned positions stay on the cold tier, where reading one row
     per token costs nothing."""
 
-    embedding: "torch.Tensor"
-    positions: "torch.Tensor | None"
+    kind: Kind
+    embedding: PackedMatrix
+    positions: PackedMatrix | None
     layers: tuple[LayerWeights, ...]
     final_norm: Norm
-    head: "torch.Tensor"
+    head: PackedMatrix
 
 
 def load_weights(
     checkpoint: Checkpoint,
     plan: TierPlan,
     predictors: PredictorSet | None,
-    dtype: "torch.dtype",
+    kind: Kind,
     advance: Callable[[int], None] = lambda _: None,
 ) -> ModelWeights:
-    """All weights of *checkpoint* in *dtype*, placed by *plan*; calls *advance* once per layer.
+    """All weights of *checkpoint* as *kind*, placed by *plan*; calls *advance* once per layer.
 
-    Raises ``CheckpointError`` for tensors that are absent or of another shape than the config says.
+    Vectors (norms, biases) are float32 in every kind. Raises ``CheckpointError`` for tensors that are absent or of
+    another shape than the config says.
     """
     shape = checkpoint.shape
-    embedding = checkpoint.shared("embedding.weight").to(plan.cold, dtype)
+    loader = _Loader(checkpoint, plan, predictors, kind)
+    embedding = loader.matrix(checkpoint.shared("embedding.weight"), plan.cold)
     head_device = plan.head_device()
     tied = shape.tied_embeddings and head_device == plan.cold
     layers = []
     for layer in range(shape.num_layers):
-        layers.append(_load_layer(checkpoint, plan, predictors, layer, dtype))
+        layers.append(loader.layer(layer))
         advance(1)
     return ModelWeights(
+        kind=kind,
         embedding=embedding,
-        positions=None if shape.rotary else checkpoint.shared("positions.weight").to(plan.cold, dtype),
+        positions=None if shape.rotary else loader.matrix(checkpoint.shared("positions.weight"), plan.cold),
         layers=tuple(layers),
-        final_norm=_norm(checkpoint, checkpoint.shared, "final_norm", head_device, dtype),
-        head=embedding if tied else checkpoint.shared("head.weight").to(head_device, dtype),
+        final_norm=loader.norm(checkpoint.shared, "final_norm", head_device),
+        head=embedding if tied else loader.matrix(checkpoint.shared("head.weight"), head_device),
     )
 
 
-def _load_layer(
-    checkpoint: Checkpoint, plan: TierPlan, predictors: PredictorSet | None, layer: int, dtype: "torch.dtype"
-) -> LayerWeights:
+@dataclass(frozen=True)
+class _Loader:
+    """Reads the parts of a model one by one, each to where the plan wants it."""
+
+    checkpoint: Checkpoint
+    plan: TierPlan
+    predictors: PredictorSet | None
+    kind: Kind
+
+    def matrix(self, source: "torch.Tensor | QuantisedMatrix", device: "torch.device") -> PackedMatrix:
+        return pack(source, self.kind, device)
+
+    def norm(self, tensor: "Callable[[str], torch.Tensor]", role: str, device: "torch.device") -> Norm:
+        shape = self.checkpoint.shape
+        bias = _vector(tensor(f"{role}.bias"), device) if shape.norm == "layer" else None
+        return Norm(_vector(tensor(f"{role}.weight"), device), bias, shape.norm_epsilon)
+
+    def layer(self, layer: int) -> LayerWeights:
+        import torch
+
+        device = self.plan.attention_device(layer)
+        attention = self.checkpoint.attention(layer)
+        maps = [attention[f"{role}.weight"] for role in ("query", "key", "value")]
+        biases = [attention[f"{role}.bias"] for role in ("query", "key", "value") if f"{role}.bias" in attention]
+        ffn_norm = None
+        if self.checkpoint.shape.separate_ffn_norm:
+            ffn_norm = self.norm(lambda role: self.checkpoint.layer(layer, role), "ffn_norm", device)
+        return LayerWeights(
+            attention_norm=self.norm(attention.__getitem__, "attention_norm", device),
+            query_key_value=Linear(self._stacked(maps, device), _vector(torch.cat(biases), device) if biases else None),
+            output=Linear(
+                self.matrix(attention["output.weight"], device),
+                _vector(attention["output.bias"], device) if "output.bias" in attention else None,
+            ),
+            ffn_norm=ffn_norm,
+            ffn=self._ffn(layer, device),
+        )
+
+    def _stacked(self, maps: "list[torch.Tensor]", device: "torch.device") -> PackedMatrix:
+        """The rows of several matrices, one below the other."""
+        rows, columns = sum(len(part) for part in maps), maps[0].shape[1]
+        data = allocate(rows, row_bytes(self.kind, columns), device)
+        first = 0
+        for part in maps:
+            fill(data[first : first + len(part)], self.kind, part)
+            first += len(part)
+        return PackedMatrix(self.kind, columns, data)
+
+    def _ffn(self, layer: int, device: "torch.device") -> PlacedFfn:
+        import torch
+
+        checkpoint, shape = self.checkpoint, self.checkpoint.shape
+        places = [(where, torch.from_numpy(ids)) for where, ids in self.plan.tiers(layer, shape.ffn_sizes[layer])]
+        predictor = None
+        if self.predictors:
+            order = torch.cat([ids for _, ids in places])
+            where = self.plan.predictor_device(layer)
+            fc1, fc2 = self.predictors.fc1[layer], self.predictors.fc2[layer][order]
+            predictor = PlacedPredictor(self.matrix(fc1, where), self.matrix(fc2, where), self.predictors.threshold)
+        return PlacedFfn(
+            tiers=tuple(self._tier(layer, where, ids) for where, ids in places),
+            down_bias=_vector(checkpoint.layer(layer, "down.bias"), device) if shape.ffn_bias else None,
+            predictor=predictor,
+        )
+
+    def _tier(self, layer: int, device: "torch.device", ids: "torch.Tensor") -> NeuronTier:
+        """The rows of neurons *ids*, int64 [k]; up and down of gated neurons interleaved."""
+        checkpoint, shape = self.checkpoint, self.checkpoint.shape
+        length = row_bytes(self.kind, shape.hidden_size)
+
+        def rows(role: str) -> "torch.Tensor | QuantisedMatrix":
+            source = checkpoint.neuron_rows(layer, role)
+            return source.select(ids.numpy()) if isinstance(source, QuantisedMatrix) else source[ids]
+
+        up_bias = _vector(checkpoint.layer(layer, "up.bias")[ids], device) if shape.ffn_bias else None
+        if not shape.gated:
+            return NeuronTier(
+                self.matrix(rows("up.weight"), device), None, self.matrix(rows("down.weight"), device), up_bias
+            )
+        pairs = allocate(len(ids), 2 * length, device)
+        return NeuronTier(
+            first=self.matrix(rows("gate.weight"), device),
+            up=fill(pairs[:, :length], self.kind, rows("up.weight")),
+            down=fill(pairs[:, length:], self.kind, rows("down.weight")),
+            up_bias=up_bias,
+        )
+
+
+def _vector(tensor: "torch.Tensor", device: "torch.device") -> "torch.Tensor":
     import torch
 
-    device = plan.attention_device(layer)
-    attention = checkpoint.attention(layer)
-
-    def stacked(part: str) -> torch.Tensor | None:
-        parts = [attention[f"{role}.{part}"] for role in ("query", "key", "value") if f"{role}.{part}" in attention]
-        return torch.cat(parts).to(device, dtype) if parts else None
-
-    query_key_value = stacked("weight")
-    assert query_key_value is not None
-    output_bias = attention.get("output.bias")
-    return LayerWeights(
-        attention_norm=_norm(checkpoint, attention.__getitem__, "attention_norm", device, dtype),
-        query_key_value=Linear(query_key_value, stacked("bias")),
-        output=Linear(
-            attention["output.weight"].to(device, dtype), None if output_bias is None else output_bias.to(device, dtype)
-        ),
-        ffn_norm=_norm(checkpoint, lambda role: checkpoint.layer(layer, role), "ffn_norm", device, dtype)
-        if checkpoint.shape.separate_ffn_norm
-        else None,
-        ffn=_load_ffn(checkpoint, plan, predictors, layer, dtype),
-    )
-
-
-def _load_ffn(
-    checkpoint: Checkpoint, plan: TierPlan, predictors: PredictorSet | None, layer: int, dtype: "torch.dtype"
-) -> PlacedFfn:
-    import torch
-
-    shape = checkpoint.shape
-    tiers = [(device, torch.from_numpy(ids)) for device, ids in plan.tiers(layer, shape.ffn_sizes[layer])]
-
-    def rows_of(role: str, transposed: bool = False) -> list[torch.Tensor]:
-        """The tensor's rows per tier, neurons first."""
-        tensor = checkpoint.layer(layer, role)
-        neurons_first = tensor.T if transposed else tensor
-        return [neurons_first[ids].to(device, dtype).contiguous() for device, ids in tiers]
-
-    up, down = rows_of("up.weight"), rows_of("down.weight", transposed=True)
-    absent: list[None] = [None] * len(tiers)
-    gate = rows_of("gate.weight") if shape.gated else absent
-    up_bias = rows_of("up.bias") if shape.ffn_bias else absent
-    device = plan.attention_device(layer)
-    predictor, threshold = None, 0.0
-    if predictors:
-        order = torch.cat([ids for _, ids in tiers])
-        where = plan.predictor_device(layer)
-        predictor = (predictors.fc1[layer].to(where, dtype), predictors.fc2[layer][order].to(where, dtype))
-        threshold = predictors.threshold
-    return PlacedFfn(
-        tiers=tuple(NeuronRows(*parts) for parts in zip(up, down, gate, up_bias, strict=True)),
-        down_bias=checkpoint.layer(layer, "down.bias").to(device, dtype) if shape.ffn_bias else None,
-        predictor=predictor,
-        threshold=threshold,
-    )
-
-
-def _norm(
-    checkpoint: Checkpoint,
-    tensor: "Callable[[str], torch.Tensor]",
-    role: str,
-    device: "torch.device",
-    dtype: "torch.dtype",
-) -> Norm:
-    shape = checkpoint.shape
-    bias = tensor(f"{role}.bias").to(device, dtype) if shape.norm == "layer" else None
-    return Norm(tensor(f"{role}.weight").to(device, dtype), bias, shape.norm_epsilon)
+    return tensor.to(device, torch.float32)

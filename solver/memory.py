@@ -1,7 +1,7 @@
 """Exact bytes of everything that has a place: attention with its KV cache, predictors, output head, single neurons.
 
-Bytes follow from the shape alone. In the quantised types matrices are stored in blocks of 32 values along their rows
-and vectors (biases, norms) stay float32; in the others both have the same type.
+Bytes follow from the shape alone. Vectors (biases, norms) are float32 in every type; in the quantised types matrices are
+stored in blocks of 32 values along their rows.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,7 +13,6 @@ from pi_toolkit.profiler.model_families import ModelShape
 # values and bytes of one block (FORMATS: q8_0 is one F16 scale and 32 int8, q4_0 one F16 scale and 16 bytes)
 BLOCKS = {"float32": (1, 4), "bfloat16": (1, 2), "float16": (1, 2), "q8_0": (32, 34), "q4_0": (32, 18)}
 DTYPES = tuple(BLOCKS)
-QUANTISED = ("q8_0", "q4_0")
 
 
 @dataclass(frozen=True)
@@ -74,9 +73,9 @@ def kv_cache_bytes(shape: ModelShape, dtype: str, context: int, batch_size: int)
 
 
 def tensor_bytes(tensor_shape: Sequence[int], dtype: str, vector: bool | None = None) -> int:
-    """Bytes of one tensor; *vector* (by default: it has one axis) keeps quantised types at float32."""
+    """Bytes of one tensor; *vector* (by default: it has one axis) means float32 whatever the type."""
     is_vector = len(tensor_shape) == 1 if vector is None else vector
-    values, num_bytes = BLOCKS["float32" if is_vector and dtype in QUANTISED else dtype]
+    values, num_bytes = BLOCKS["float32" if is_vector else dtype]
     if tensor_shape[-1] % values:
         raise PlacementError(
             f"rows of {tensor_shape[-1]} values are no whole number of {dtype} blocks of {values}: use --dtype bfloat16"

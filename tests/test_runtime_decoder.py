@@ -12,6 +12,7 @@ from pi_toolkit.predictor_training.predictor_file import PredictorSet
 from pi_toolkit.profiler.checkpoint import Checkpoint
 from pi_toolkit.profiler.hf_model import observe_ffn
 from pi_toolkit.runtime.decoder import Decoder
+from pi_toolkit.runtime.kernels.packed_matrix import Kind
 from pi_toolkit.runtime.kernels.sparse_ffn_reference import Mode
 from pi_toolkit.runtime.tier_plan import TierPlan, all_cold
 from pi_toolkit.runtime.weights import load_weights
@@ -58,10 +59,10 @@ def decoder_for(
     mode: Mode,
     plan: TierPlan | None = None,
     predictors: PredictorSet | None = None,
-    dtype: torch.dtype = torch.float32,
+    kind: Kind = "float32",
 ) -> Decoder:
     shape = checkpoint.shape
-    weights = load_weights(checkpoint, plan or all_cold(shape, CPU, CPU), predictors, dtype)
+    weights = load_weights(checkpoint, plan or all_cold(shape, CPU, CPU), predictors, kind)
     return Decoder(shape, weights, slots=4, context=TOKENS + 8, mode=mode)
 
 
@@ -168,12 +169,12 @@ def test_predicted_does_not_depend_on_the_placement(
 def test_bfloat16_stays_close(checkpoint: Checkpoint, tokens: torch.Tensor) -> None:
     """A dtype in which some part of the decoder computes nonsense."""
     want = all_logits(decoder_for(checkpoint, "dense"), tokens)
-    got = all_logits(decoder_for(checkpoint, "dense", dtype=torch.bfloat16), tokens)
+    got = all_logits(decoder_for(checkpoint, "dense", kind="bfloat16"), tokens)
     assert float((got - want).norm() / want.norm()) < 0.05
 
 
 def test_weights_need_no_second_copy_of_the_embedding(tmp_path: Path) -> None:
     """A tied head stored twice."""
     tied = Checkpoint(save_family(tmp_path / "tied", "opt"))
-    weights = load_weights(tied, all_cold(tied.shape, CPU, CPU), None, torch.float32)
-    assert weights.head.data_ptr() == weights.embedding.data_ptr()
+    weights = load_weights(tied, all_cold(tied.shape, CPU, CPU), None, "float32")
+    assert weights.head is weights.embedding

@@ -11,6 +11,7 @@ from pi_toolkit.profiler.checkpoint import Checkpoint
 from pi_toolkit.profiler.errors import HardwareError
 from pi_toolkit.runtime.decoder import Decoder
 from pi_toolkit.runtime.engine import check_gpu_memory, read_end_ids
+from pi_toolkit.runtime.kernels.packed_matrix import Kind
 from pi_toolkit.runtime.tier_plan import TierPlan
 from pi_toolkit.runtime.weights import load_weights
 from pi_toolkit.solver.gpuidx import GpuIndex
@@ -29,9 +30,9 @@ def tensors_of(value: object) -> list[torch.Tensor]:
     return [tensor for part in parts for tensor in tensors_of(part)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("family", list(CONFIGS))
-def test_counted_bytes_are_those_allocated(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
+def test_counted_bytes_are_those_allocated(tmp_path: Path, family: str, kind: Kind) -> None:
     """A budget that leaves out a bias, a norm or the KV cache, and an allocation that fails after minutes of loading."""
     checkpoint = Checkpoint(save_family(tmp_path / "m", family))
     shape = checkpoint.shape
@@ -40,13 +41,13 @@ def test_counted_bytes_are_those_allocated(tmp_path: Path, family: str, dtype: t
     neurons = (np.arange(10), np.arange(0), np.arange(96))
     # "meta" tensors have a size and no memory, so they stand in for a GPU.
     plan = TierPlan(META, CPU, neurons, (True, False, True), (False, True, True), True)
-    weights = load_weights(checkpoint, plan, PredictorSet(fc1, fc2, 1.0, None, None), dtype)
+    weights = load_weights(checkpoint, plan, PredictorSet(fc1, fc2, 1.0, None, None), kind)
     decoder = Decoder(shape, weights, SLOTS, CONTEXT, "predicted")
     allocated = sum(t.nbytes for t in tensors_of([weights, decoder.cache]) if t.device == META)
     if shape.family == "opt":
         # The bias of the FFN's output follows the attention; that of the up rows follows the neurons.
         assert any(t.device == META for t in tensors_of(weights.layers[0].ffn.down_bias))
-    units = unit_bytes(shape, str(dtype).removeprefix("torch."), CONTEXT, SLOTS, [WIDTH] * 3)
+    units = unit_bytes(shape, kind, CONTEXT, SLOTS, [WIDTH] * 3)
     assert plan.hot_bytes(units) == allocated
 
 

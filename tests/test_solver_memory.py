@@ -20,20 +20,20 @@ def test_a_llama_neuron_is_three_rows(dtype, row):
     assert neuron_bytes(LLAMA_7B, dtype) == 3 * row
 
 
-def test_an_opt_neuron_has_a_bias_that_stays_float32_when_quantised():
-    assert neuron_bytes(OPT_175B, "bfloat16") == 2 * 12288 * 2 + 2
+def test_an_opt_neuron_has_a_bias_that_is_float32_in_every_type():
+    assert neuron_bytes(OPT_175B, "bfloat16") == 2 * 12288 * 2 + 4
     assert neuron_bytes(OPT_175B, "q4_0") == 2 * 12288 // 32 * 18 + 4
 
 
 def test_units_sum_to_the_parameters_of_the_model():
     """A tensor that no unit counts is memory the budget does not know."""
     for shape in (LLAMA_7B, MISTRAL_7B, OPT_175B):
-        units = unit_bytes(shape, "bfloat16", context=1, batch_size=1)
+        units = unit_bytes(shape, "float32", context=1, batch_size=1)
         head = 0 if shape.tied_embeddings else shape.vocabulary_size * shape.hidden_size
-        final_norm = units.head // 2 - shape.vocabulary_size * shape.hidden_size
+        final_norm = units.head // 4 - shape.vocabulary_size * shape.hidden_size
         dense = sum(units.attention) - shape.num_layers * units.kv_cache + units.embedding
         neurons = sum(shape.ffn_sizes) * units.neuron
-        assert (dense + neurons) // 2 + head + final_norm == shape.num_parameters()
+        assert (dense + neurons) // 4 + head + final_norm == shape.num_parameters()
 
 
 def test_kv_cache_uses_the_key_value_heads_and_grows_with_context_and_batch():

@@ -1,0 +1,214 @@
+"""A matrix of weights as rows of bytes: in plain floating point, or in blocks packed for the native kernels.
+
+One copy of the weights serves everything: native kernels read the rows where they are, products of many tokens take the
+rows as a strided tensor (F32, BF16) or in tiles that are converted on the way (F16, blocks).
+
+    float32, bfloat16, float16   the values
+    q8_0, q4_0                   F16 scales of all blocks of 32 values, padded to 64 bytes; then the quants of the row,
+                                 padded with zeros to 128 values. q8_0: one int8 each. q4_0: 64 bytes per 128 values, byte i
+                                 with value i in its low and value 64 + i in its high nibble, 8 added to both
+"""
+
+import mmap
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from pi_toolkit.profiler.quantisation import QuantisedMatrix
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import torch
+
+Kind = Literal["float32", "bfloat16", "float16", "q8_0", "q4_0"]
+KINDS: tuple[Kind, ...] = ("float32", "bfloat16", "float16", "q8_0", "q4_0")  # in the order of row_kernels.h
+BLOCK, GROUP, LINE = 32, 128, 64
+# Values converted at once for a product of many tokens: 8 MiB as float32, which stays in the caches.
+TILE_VALUES = 2**21
+HUGE_PAGE = 2**21
+
+
+@dataclass(frozen=True, eq=False)
+class PackedMatrix:
+    """``data`` uint8 [rows, bytes of a row]; rows may be further apart than they are long."""
+
+    kind: Kind
+    columns: int
+    data: "torch.Tensor"
+
+    @property
+    def rows(self) -> int:
+        return len(self.data)
+
+    @property
+    def device(self) -> "torch.device":
+        return self.data.device
+
+    def values(self, first: int = 0, end: int | None = None) -> "torch.Tensor":
+        """Rows [first, end) as floating point [rows, columns]: a view in the stored type, or float32 for blocks."""
+        rows = self.data[first:end]
+        return _unpack(self.kind, rows, self.columns) if self.kind in ("q8_0", "q4_0") else rows.view(_dtype(self.kind))
+
+    def select(self, index: "torch.Tensor") -> "torch.Tensor":
+        """float32 [..., columns] of the rows at *index*, int64 [...] on the CPU."""
+        rows = self.data[index.flatten().to(self.device)]
+        values = PackedMatrix(self.kind, self.columns, rows).values().float()
+        return values.view(*index.shape, self.columns)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether products read the values where they are, without a conversion."""
+        return _dtype(self.kind) == self.product_dtype
+
+    @property
+    def product_dtype(self) -> "torch.dtype":
+        """What products of many tokens are computed in.
+
+        A CPU multiplies F16 a thousand times slower than float32 (43 s against 0.07 s for one 7B down projection), and
+        BF16 four times faster, which blocks of few bits lose nothing by.
+        """
+        import torch
+
+        if self.kind == "float16":
+            return torch.float16 if self.device.type == "cuda" else torch.float32
+        return torch.float32 if self.kind == "float32" else torch.bfloat16
+
+    def multiply(self, x: "torch.Tensor") -> "torch.Tensor":
+        """x · Wᵀ: [tokens, rows] from [tokens, columns], in the type of *x*."""
+        return self._multiply(x, self.product_dtype)
+
+    def multiply_exactly(self, x: "torch.Tensor") -> "torch.Tensor":
+        """The same with every product and sum in float32."""
+        import torch
+
+        return self._multiply(x, torch.float32)
+
+    def _multiply(self, x: "torch.Tensor", dtype: "torch.dtype") -> "torch.Tensor":
+        import torch
+
+        factors = x.to(dtype)
+        if _dtype(self.kind) == dtype:
+            return (factors @ self.values().T).to(x.dtype)
+        tiles = row_tiles(self.rows, self.columns)
+        return torch.cat([factors @ self.values(a, b).to(dtype).T for a, b in tiles], dim=-1).to(x.dtype)
+
+
+def row_tiles(rows: int, columns: int) -> "Iterator[tuple[int, int]]":
+    """[first, end) of tiles of at most :data:`TILE_VALUES` values."""
+    step = max(1, TILE_VALUES // columns)
+    return ((first, min(first + step, rows)) for first in range(0, rows, step))
+
+
+def row_bytes(kind: Kind, columns: int) -> int:
+    """Bytes of one packed row."""
+    if kind in ("q8_0", "q4_0"):
+        quants = _padded(columns, GROUP) // (1 if kind == "q8_0" else 2)
+        return _scales_bytes(columns) + quants
+    return columns * _dtype(kind).itemsize
+
+
+def allocate(rows: int, bytes_per_row: int, device: "torch.device") -> "torch.Tensor":
+    """Uninitialised uint8 [rows, bytes_per_row]; on a CPU in huge pages where the system has them.
+
+    Rows picked at random cost a page walk each with pages of 4 KiB: 14 instead of 10 GB/s per core (4096 BF16 values per
+    row, a tenth of the rows, one Zen 5 core).
+    """
+    import torch
+
+    size = rows * bytes_per_row
+    if device.type != "cpu" or size < HUGE_PAGE:
+        return torch.empty(rows, bytes_per_row, dtype=torch.uint8, device=device)
+    memory = mmap.mmap(-1, _padded(size, HUGE_PAGE))
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8, count=size).view(rows, bytes_per_row)
+
+
+def fill(target: "torch.Tensor", kind: Kind, source: "torch.Tensor | QuantisedMatrix") -> PackedMatrix:
+    """Pack *source* [rows, columns] into *target*, uint8 [rows, at least row_bytes], tile by tile.
+
+    Floating point that is to become blocks is quantised; blocks of one type become another by way of float32.
+    """
+    rows, columns = source.shape
+    target = target[:, : row_bytes(kind, columns)]
+    for first, end in row_tiles(rows, columns):
+        tile = source.rows(first, end) if isinstance(source, QuantisedMatrix) else source[first:end]
+        if kind in ("q8_0", "q4_0"):
+            target[first:end] = _pack(_as_blocks(tile, kind), columns)
+        else:
+            target.view(_dtype(kind))[first:end] = _as_float(tile)
+    return PackedMatrix(kind, columns, target)
+
+
+def pack(source: "torch.Tensor | QuantisedMatrix", kind: Kind, device: "torch.device") -> PackedMatrix:
+    """*source* [rows, columns] as a matrix of its own on *device*."""
+    rows, columns = source.shape
+    return fill(allocate(rows, row_bytes(kind, columns), device), kind, source)
+
+
+def _as_float(tile: "torch.Tensor | QuantisedMatrix") -> "torch.Tensor":
+    import torch
+
+    return tile.dequantise(torch.float32) if isinstance(tile, QuantisedMatrix) else tile
+
+
+def _as_blocks(tile: "torch.Tensor | QuantisedMatrix", kind: Literal["q8_0", "q4_0"]) -> QuantisedMatrix:
+    from pi_toolkit.profiler.gguf_container import TensorType
+    from pi_toolkit.profiler.quantisation import quantise
+
+    if isinstance(tile, QuantisedMatrix) and tile.kind == kind:
+        return tile
+    return QuantisedMatrix(kind, tuple(tile.shape), quantise(_as_float(tile), TensorType[kind.upper()]))
+
+
+def _dtype(kind: str) -> "torch.dtype | None":
+    """None for block types."""
+    import torch
+
+    return getattr(torch, kind, None)
+
+
+def _padded(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple
+
+
+def _scales_bytes(columns: int) -> int:
+    return _padded(_padded(columns, GROUP) // BLOCK * 2, LINE)
+
+
+def _pack(matrix: QuantisedMatrix, columns: int) -> "torch.Tensor":
+    """GGUF's blocks (18 or 34 bytes, scale first) to packed rows."""
+    import torch
+
+    rows, blocks = matrix.shape[0], columns // BLOCK
+    groups = _padded(columns, GROUP) // GROUP
+    packed = np.zeros((rows, row_bytes(matrix.kind, columns)), np.uint8)
+    stored = matrix.blocks.reshape(rows, blocks, -1)
+    head = _scales_bytes(columns)
+    packed[:, : 2 * blocks] = stored[:, :, :2].reshape(rows, -1)
+    if matrix.kind == "q8_0":
+        packed[:, head : head + columns] = stored[:, :, 2:].reshape(rows, -1)
+        return torch.from_numpy(packed)
+    values = np.full((rows, groups * GROUP), 8, np.uint8)
+    values[:, :columns] = np.concatenate([stored[:, :, 2:] & 15, stored[:, :, 2:] >> 4], axis=2).reshape(rows, -1)
+    halves = values.reshape(rows, groups, 2, LINE)
+    packed[:, head:] = (halves[:, :, 0] | halves[:, :, 1] << 4).reshape(rows, -1)
+    return torch.from_numpy(packed)
+
+
+def _unpack(kind: str, data: "torch.Tensor", columns: int) -> "torch.Tensor":
+    """float32 [rows, columns] of packed rows."""
+    import torch
+
+    rows, head = len(data), _scales_bytes(columns)
+    padded = _padded(columns, GROUP)
+    scales = data[:, : 2 * (padded // BLOCK)].contiguous().view(torch.float16).float()
+    quants = data[:, head:]
+    if kind == "q8_0":
+        values = quants.contiguous().view(torch.int8).float()
+    else:
+        nibbles = quants.reshape(rows, -1, 1, LINE)
+        values = torch.cat([nibbles & 15, nibbles >> 4], dim=2).float().sub_(8.0)
+    return (values.reshape(rows, -1, BLOCK) * scales[:, :, None]).reshape(rows, padded)[:, :columns]

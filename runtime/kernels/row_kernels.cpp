@@ -1,0 +1,37 @@
+// Which row kernels this machine can run.
+
+#include "row_kernels.h"
+
+#include <cstdlib>
+#include <cstring>
+
+namespace pi {
+namespace {
+
+struct Supported {
+    const RowKernels* kernels;
+    bool here;
+};
+
+}  // namespace
+
+const RowKernels* choose_row_kernels() {
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+    const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+    const Supported fastest_first[] = {{&AVX512_VNNI_ROW_KERNELS, avx512 && __builtin_cpu_supports("avx512vnni")},
+                                       {&AVX512_ROW_KERNELS, avx512},
+                                       {&AVX2_ROW_KERNELS, avx2},
+                                       {&PORTABLE_ROW_KERNELS, true}};
+#else
+    const Supported fastest_first[] = {{&PORTABLE_ROW_KERNELS, true}};
+#endif
+    const char* wanted = std::getenv("PI_CPU_ISA");
+    for (const Supported& candidate : fastest_first)
+        if (candidate.here && (!wanted || !std::strcmp(wanted, candidate.kernels->name))) return candidate.kernels;
+    return nullptr;
+}
+
+}  // namespace pi

@@ -1,0 +1,145 @@
+// See sparse_ffn_cpu.h. Neurons are cut into chunks that depend on their number alone; every chunk adds up its own output
+// and the sums are added in the order of the chunks, so the result has the same bits for any number of threads.
+
+#include "sparse_ffn_cpu.h"
+
+#include <algorithm>
+
+namespace pi {
+namespace {
+
+constexpr int64_t FFN_CHUNKS = 16;          // of 2048 floats each: 128 KB of partial sums, which stay in the L2 cache
+constexpr int64_t MULTIPLY_BYTES = 1 << 16;  // of weights per chunk
+
+// One chunk's neurons begin..end and the buffers it may use.
+struct Chunk {
+    int64_t begin, end;
+    float* sums;         // [hidden], padded to GROUP
+    float* activations;  // [end - begin]: what decides on firing, then h
+    float* scores;       // [end - begin]
+    int32_t* active;     // [end - begin] ids, relative to begin
+};
+
+inline float fires_on(const RowKernels& kernels, const Neurons& neurons, const Input& x, int64_t j, const uint8_t* next) {
+    const float z = kernels.dot[int(neurons.first.type)](neurons.first.row(j), x, neurons.hidden(), next);
+    return neurons.up_bias ? z + neurons.up_bias[j] : z;
+}
+
+// h of neuron j out of what it fires on, z > 0.
+inline float activation(const RowKernels& kernels, const Neurons& neurons, const Input& x, int64_t j, float z,
+                        const uint8_t* next) {
+    if (!neurons.up.rows) return z;
+    return z * kernels.dot[int(neurons.up.type)](neurons.up.row(j), x, neurons.hidden(), next);
+}
+
+inline const uint8_t* second_row(const Neurons& neurons, int64_t j) {
+    return neurons.up.rows ? neurons.up.row(j) : neurons.down.row(j);
+}
+
+void dense_chunk(const RowKernels& kernels, const Neurons& neurons, const Input& x, const Chunk& chunk) {
+    const Axpy axpy = kernels.axpy[int(neurons.down.type)];
+    for (int64_t j = chunk.begin; j < chunk.end; ++j)
+        chunk.activations[j - chunk.begin] =
+            std::max(0.0f, fires_on(kernels, neurons, x, j, neurons.first.row(std::min(j + 1, chunk.end - 1))));
+    for (int64_t j = chunk.begin; j < chunk.end; ++j) {
+        const int64_t following = std::min(j + 1, chunk.end - 1);
+        const float h = activation(kernels, neurons, x, j, chunk.activations[j - chunk.begin], neurons.down.row(j));
+        axpy(chunk.sums, h, neurons.down.row(j), neurons.hidden(), second_row(neurons, following));
+    }
+}
+
+// Up and down rows of the neurons that fire, which are listed in chunk.active with their z in chunk.activations.
+void add_firing(const RowKernels& kernels, const Neurons& neurons, const Input& x, const Chunk& chunk, int64_t firing) {
+    const Axpy axpy = kernels.axpy[int(neurons.down.type)];
+    for (int64_t k = 0; k < firing; ++k) {
+        const int64_t j = chunk.begin + chunk.active[k], following = chunk.begin + chunk.active[std::min(k + 1, firing - 1)];
+        const float h = activation(kernels, neurons, x, j, chunk.activations[k], neurons.down.row(j));
+        axpy(chunk.sums, h, neurons.down.row(j), neurons.hidden(), second_row(neurons, following));
+    }
+}
+
+void exact_chunk(const RowKernels& kernels, const Neurons& neurons, const Input& x, const Chunk& chunk) {
+    int64_t firing = 0;
+    for (int64_t j = chunk.begin; j < chunk.end; ++j) {
+        const float z = fires_on(kernels, neurons, x, j, neurons.first.row(std::min(j + 1, chunk.end - 1)));
+        if (z > 0) {
+            chunk.activations[firing] = z;
+            chunk.active[firing++] = int32_t(j - chunk.begin);
+        }
+    }
+    add_firing(kernels, neurons, x, chunk, firing);
+}
+
+// Candidate by candidate, each row fetched while the one before it is worked on.
+void predicted_chunk(const RowKernels& kernels, const Neurons& neurons, const Input& x, const Chunk& chunk,
+                     const float* scores, float threshold) {
+    const Axpy axpy = kernels.axpy[int(neurons.down.type)];
+    int64_t candidates = 0;
+    for (int64_t k = 0; k < chunk.end - chunk.begin; ++k)
+        if (scores[k] >= threshold) chunk.active[candidates++] = int32_t(k);
+    for (int64_t k = 0; k < candidates; ++k) {
+        const int64_t j = chunk.begin + chunk.active[k];
+        const int64_t following = chunk.begin + chunk.active[std::min(k + 1, candidates - 1)];
+        const float z = fires_on(kernels, neurons, x, j, second_row(neurons, j));
+        if (!(z > 0)) continue;
+        const float h = activation(kernels, neurons, x, j, z, neurons.down.row(j));
+        axpy(chunk.sums, h, neurons.down.row(j), neurons.hidden(), neurons.first.row(following));
+    }
+}
+
+}  // namespace
+
+Input PreparedVector::prepare(const RowKernels& kernels, const float* values, int64_t columns, WeightType type) {
+    if (!is_block_type(type)) return {values, nullptr, nullptr, nullptr};
+    const int64_t padded_columns = padded(columns, GROUP);
+    if (int64_t(quants_.size()) < padded_columns) {
+        quants_.resize(padded_columns);
+        scales_.resize(padded_columns / BLOCK);
+        offsets_.resize(padded_columns / BLOCK);
+    }
+    kernels.quantise(values, columns, quants_.data(), scales_.data(), offsets_.data());
+    return {values, quants_.data(), scales_.data(), offsets_.data()};
+}
+
+void multiply(ThreadPool& pool, const RowKernels& kernels, const Matrix& matrix, const Input& x, const float* bias, float* y) {
+    const Dot dot = kernels.dot[int(matrix.type)];
+    const int64_t rows = std::max<int64_t>(1, MULTIPLY_BYTES / std::max<int64_t>(1, matrix.stride_bytes));
+    pool.run((matrix.rows + rows - 1) / rows, [&](int64_t chunk) {
+        const int64_t end = std::min(matrix.rows, (chunk + 1) * rows);
+        for (int64_t r = chunk * rows; r < end; ++r) {
+            const float product = dot(matrix.row(r), x, matrix.columns, matrix.row(std::min(r + 1, end - 1)));
+            y[r] = bias ? product + bias[r] : product;
+        }
+    });
+}
+
+void SparseFfn::run(ThreadPool& pool, const RowKernels& kernels, const Neurons& neurons, Mode mode, const float* x,
+                    const Candidates& candidates, float* y) {
+    const int64_t count = neurons.count(), hidden = neurons.hidden(), stride = padded(hidden, GROUP);
+    const int64_t chunks = std::min(FFN_CHUNKS, count);
+    partial_sums_.resize(chunks * stride);
+    activations_.resize(count);
+    scores_.resize(count);
+    active_.resize(count);
+    const Input input = x_.prepare(kernels, x, hidden, neurons.first.type);
+    pool.run(chunks, [&](int64_t c) {
+        const int64_t begin = count * c / chunks, end = count * (c + 1) / chunks;
+        const Chunk chunk = {begin, end, partial_sums_.data() + c * stride, activations_.data() + begin,
+                             scores_.data() + begin, active_.data() + begin};
+        std::fill_n(chunk.sums, stride, 0.0f);
+        if (mode == Mode::dense) return dense_chunk(kernels, neurons, input, chunk);
+        if (mode == Mode::exact) return exact_chunk(kernels, neurons, input, chunk);
+        const Matrix& fc2 = candidates.fc2;
+        const float* scores = candidates.scores ? candidates.scores + begin : chunk.scores;
+        if (!candidates.scores)
+            for (int64_t j = begin; j < end; ++j)
+                chunk.scores[j - begin] = kernels.dot[int(fc2.type)](fc2.row(j), candidates.units, fc2.columns,
+                                                                     fc2.row(std::min(j + 1, end - 1)));
+        predicted_chunk(kernels, neurons, input, chunk, scores, candidates.threshold);
+    });
+    std::copy_n(partial_sums_.data(), hidden, y);
+    for (int64_t c = 1; c < chunks; ++c)
+        for (int64_t i = 0; i < hidden; ++i) y[i] += partial_sums_[c * stride + i];
+}
+
+}  // namespace pi
