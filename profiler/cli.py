@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 @click.option("--batch-size", type=click.IntRange(min=1), default=8, show_default=True, help="Windows per pass.")
 @click.option("--window", type=click.IntRange(min=1), help="Tokens per window.  [default: 512, or the model's limit]")
 @click.option("--revision", help="Revision of a hub model.")
+@click.option("--activation", help="Activation of a .gguf file that states none, as one from llama.cpp.")
 @device_option
 @dtype_option
 @click.option("-o", "--out", type=click.Path(path_type=Path), help="Workspace to write.  [default: ./<model name>-pi]")
@@ -42,6 +43,7 @@ def main(
     batch_size: int,
     window: int | None,
     revision: str | None,
+    activation: str | None,
     device: str,
     dtype: str,
     out: Path | None,
@@ -49,7 +51,7 @@ def main(
 ) -> None:
     """Count how often each FFN neuron of MODEL fires, and start a workspace with the counts.
 
-    MODEL is a Hugging Face directory or hub id.
+    MODEL is a Hugging Face directory or hub id, or a .gguf file.
 
     \b
     Example:
@@ -57,18 +59,17 @@ def main(
     """
     from . import activation_stats
     from .atomic_write import check_writable
-    from .checkpoint import Checkpoint, locate
     from .corpus import corpus_name, documents, split_of
     from .device import resolve_device, resolve_dtype
     from .hf_model import load_hf_model
     from .locality import locality_figure, measure_locality
     from .record import record_firings
     from .token_windows import check_window, load_tokenizer, token_windows, window_batches
-    from .workspace import Workspace, describe, model_name, refuse_other_model, write_model
+    from .workspace import Workspace, describe, model_name, open_weights, refuse_other_model, write_model
 
     workspace = Workspace(out or Path(f"{model_name(model)}-pi"))
     check_writable(workspace.path / "model.json")
-    checkpoint = Checkpoint(locate(model, revision))
+    checkpoint = open_weights(model, revision, activation)
     shape, record = checkpoint.shape, describe(model, revision, checkpoint)
     refuse_other_model(workspace, record)
     window = window or min(512, shape.max_positions)

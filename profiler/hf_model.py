@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from .checkpoint import Checkpoint
 from .errors import CheckpointError
 from .model_families import FAMILIES, ModelShape
+from .model_gguf import GgufModel
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -15,13 +16,17 @@ if TYPE_CHECKING:
     LayerCallback = Callable[[int, torch.Tensor], None]
 
 
-def load_hf_model(checkpoint: Checkpoint, device: "torch.device", dtype: "torch.dtype") -> Any:
+def load_hf_model(checkpoint: Checkpoint | GgufModel, device: "torch.device", dtype: "torch.dtype") -> Any:
     """The model in evaluation mode; raises ``CheckpointError`` when ``transformers`` cannot load all its weights."""
     import transformers
     from transformers.utils import logging
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+    if isinstance(checkpoint, GgufModel):
+        from .hf_from_file import build_hf_model
+
+        return build_hf_model(checkpoint, dtype).to(device)
     try:
         loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
             checkpoint.directory, dtype=dtype, local_files_only=True, output_loading_info=True

@@ -34,7 +34,7 @@ from .model_gguf_layout import (
     shared_name,
     stored_layer_shapes,
 )
-from .quantisation import KINDS, QuantisedMatrix, dense, dequantise
+from .quantisation import KINDS, QuantisedKind, QuantisedMatrix, dense, dequantise
 
 if TYPE_CHECKING:
     import torch
@@ -69,7 +69,11 @@ class GgufModel:
             self.threshold = self._read_threshold()
         except GgufError as error:
             raise GgufError(f"{str(path)!r}: {error.message}") from None
-        self._announce_dequantised()
+
+    @property
+    def directory(self) -> Path:
+        """Where the tokenizer is: the file itself."""
+        return self.path
 
     @property
     def name(self) -> str:
@@ -128,6 +132,10 @@ class GgufModel:
 
         tensor_type = self.file.tensors[self._name(0, "up.weight")].type
         return {TensorType.F32: torch.float32, TensorType.BF16: torch.bfloat16}.get(tensor_type, torch.float16)
+
+    def quantised_kind(self) -> QuantisedKind | None:
+        """The block type of the FFN weights, where it is one that kernels know."""
+        return KINDS.get(self.file.tensors[self._name(0, "up.weight")].type)
 
     @cached_property
     def stated_fingerprint(self) -> str | None:
@@ -234,7 +242,8 @@ class GgufModel:
             raise GgufError(f"states a predictor threshold of {threshold}: {_REMEDY}")
         return threshold
 
-    def _announce_dequantised(self) -> None:
+    def announce_dequantised(self) -> None:
+        """Say once which of the file's types are computed with as floating point."""
         types = {i.type.name for i in self.file.tensors.values() if i.type not in _FLOATS and i.type not in KINDS}
         if types:
             note(f"{self.path.name}: {', '.join(sorted(types))} tensors are dequantised while loading")

@@ -33,6 +33,9 @@ class QuantisedMatrix:
     shape: tuple[int, int]
     blocks: np.ndarray
 
+    def __len__(self) -> int:
+        return self.shape[0]
+
     def dequantise(self, dtype: "torch.dtype") -> "torch.Tensor":
         """The values [rows, columns] in *dtype*."""
         return dequantise(self.blocks, TensorType[self.kind.upper()], dtype)

@@ -7,6 +7,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from .errors import CheckpointError, CorpusError
+from .model_gguf import GgufModel, is_model_file
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -17,11 +18,13 @@ _DOCUMENTS_PER_CALL = 64  # the tokenizer's own threads want several texts at on
 
 
 def load_tokenizer(directory: "Path", vocabulary_size: int | None = None) -> Any:
-    """The tokenizer of a model directory.
+    """The tokenizer of a model directory or model file.
 
     Raises ``CheckpointError`` when there is none, and when its vocabulary (added tokens apart, which a model need not
     have) is beyond the *vocabulary_size* of the model.
     """
+    if is_model_file(directory):
+        return GgufModel(directory).tokenizer()
     from transformers import AutoTokenizer
 
     try:
@@ -39,7 +42,10 @@ def load_tokenizer(directory: "Path", vocabulary_size: int | None = None) -> Any
 
 
 def read_end_ids(directory: "Path") -> frozenset[int]:
-    """Token ids that end a text, from ``generation_config.json`` or else ``config.json``; empty if neither names any."""
+    """Token ids that end a text, from ``generation_config.json`` or else ``config.json``, or from a model file; empty if
+    nothing names any."""
+    if is_model_file(directory):
+        return GgufModel(directory).end_ids()
     for name in ("generation_config.json", "config.json"):
         try:
             found = json.loads((directory / name).read_text("utf-8")).get("eos_token_id")

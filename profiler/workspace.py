@@ -7,18 +7,23 @@
       opt-6.7b.gpuidx                the placement                      (solver/gpuidx.py)
 
 ``model.json`` (UTF-8 JSON): ``format`` "powerinfer-toolkit/model", ``version`` 1, ``name``, ``model`` (hub id or
-absolute directory, for people and for finding the weights; no part of any comparison), ``revision`` (hub revision or
-null), ``fingerprint`` (64 hexadecimal digits, see :mod:`.checkpoint`), ``shape`` (:class:`ModelShape`).
+absolute path, for people and for finding the weights; no part of any comparison), ``revision`` (hub revision or null),
+``fingerprint`` (64 hexadecimal digits, see :mod:`.checkpoint`), ``shape`` (:class:`ModelShape`).
+
+A model file stands for a workspace of its own: it says which model it is, has its predictors inside, and PowerInfer's
+names for what lies beside it, ``activation/`` and ``<file>.generated.gpuidx``.
 """
 
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 from .checkpoint import Checkpoint, locate
 from .errors import CheckpointError, FingerprintMismatchError, UnsupportedModelError, WorkspaceError
 from .json_file import read_json, require_format, write_json
 from .model_families import ModelShape
+from .model_gguf import GgufModel, is_model_file
 
 FORMAT, VERSION = "powerinfer-toolkit/model", 1
 _REMEDY = "run pi-profile MODEL to make the workspace"
@@ -37,9 +42,13 @@ class ModelRecord:
 
 @dataclass(frozen=True)
 class Workspace:
-    """Paths of one workspace; the folders need not exist yet."""
+    """Paths of one workspace, a directory or a model file; the folders need not exist yet."""
 
     path: Path
+
+    @property
+    def is_file(self) -> bool:
+        return is_model_file(self.path)
 
     @property
     def model_json(self) -> Path:
@@ -47,25 +56,31 @@ class Workspace:
 
     @property
     def activation(self) -> Path:
-        return self.path / "activation"
+        return (self.path.parent if self.is_file else self.path) / "activation"
 
     @property
     def predictor(self) -> Path:
         return self.path / "predictor"
 
     def gpuidx(self, record: ModelRecord) -> Path:
+        if self.is_file:
+            return self.path.with_name(f"{self.path.name}.generated.gpuidx")
         return self.path / f"{record.name}.gpuidx"
 
 
 def model_name(model: str) -> str:
-    """The last part of a directory or hub id."""
+    """The last part of a directory or hub id, or that of a model file without its endings."""
     path = Path(model).expanduser()
+    if is_model_file(model):
+        return path.name.removesuffix(".gguf").removesuffix(".powerinfer") or "model"
     return (path.resolve() if path.name in ("", "..") else path).name or "model"
 
 
-def describe(model: str, revision: str | None, checkpoint: Checkpoint) -> ModelRecord:
-    """The record of an opened checkpoint; reads 12 KiB of every tensor."""
+def describe(model: str, revision: str | None, checkpoint: Checkpoint | GgufModel) -> ModelRecord:
+    """The record of an opened checkpoint or model file; reads 12 KiB of every tensor."""
     path = Path(model).expanduser()
+    if isinstance(checkpoint, GgufModel):
+        return ModelRecord(checkpoint.name, str(path.absolute()), None, checkpoint.fingerprint(), checkpoint.shape)
     reference = str(path.absolute()) if path.is_dir() else model
     return ModelRecord(model_name(model), reference, revision, checkpoint.fingerprint(), checkpoint.shape)
 
@@ -77,7 +92,12 @@ def write_model(workspace: Workspace, record: ModelRecord) -> None:
 
 
 def read_model(workspace: Workspace) -> ModelRecord:
-    """Read ``model.json``; raises ``WorkspaceError`` when it is missing, malformed or of another version."""
+    """Read ``model.json``; raises ``WorkspaceError`` when it is missing, malformed or of another version.
+
+    A model file describes itself; raises ``GgufError`` when it is damaged.
+    """
+    if workspace.is_file:
+        return describe(str(workspace.path), None, GgufModel(workspace.path))
     if not workspace.path.is_dir():
         raise WorkspaceError(f"{str(workspace.path)!r} is not a workspace directory: {_REMEDY}")
     content = read_json(workspace.model_json, WorkspaceError, _REMEDY)
@@ -113,6 +133,19 @@ def refuse_other_model(workspace: Workspace, record: ModelRecord) -> None:
         )
 
 
+def open_weights(model: str, revision: str | None, activation: str | None = None) -> Checkpoint:
+    """The weights of a model directory, hub id or model file.
+
+    *activation* is that of a model file that does not state its own. A :class:`GgufModel` answers what a checkpoint
+    does, and to code that knows quantised matrices it hands those.
+    """
+    if is_model_file(model):
+        opened = GgufModel(Path(model).expanduser(), activation)
+        opened.announce_dequantised()
+        return cast(Checkpoint, opened)
+    return Checkpoint(locate(model, revision))
+
+
 def open_checkpoint(workspace: Workspace, record: ModelRecord, model: str | None) -> Checkpoint:
     """The weights the workspace was made from, found where ``model.json`` says or at *model*.
 
@@ -122,7 +155,7 @@ def open_checkpoint(workspace: Workspace, record: ModelRecord, model: str | None
         raise CheckpointError(
             f"the weights of {str(workspace.path)!r} are no longer at {record.model!r}: say where they are with --model"
         )
-    checkpoint = Checkpoint(locate(model or record.model, None if model else record.revision))
+    checkpoint = open_weights(model or record.model, None if model else record.revision, record.shape.activation)
     if checkpoint.shape != record.shape or checkpoint.fingerprint() != record.fingerprint:
         raise FingerprintMismatchError(
             f"the weights in {str(checkpoint.directory)!r} are not those {str(workspace.path)!r} was made from: give "

@@ -94,6 +94,7 @@ def _from_workspace(
 
 def _from_file(path: Path, predictor: Path | None, activation: Path | None) -> ConvertSource:
     model = GgufModel(path)
+    model.announce_dequantised()
     fingerprint = model.fingerprint()
     predictors = _predictors(predictor, model, fingerprint) or predictors_of(model)
     if activation is None and activation_beside(path).is_dir():

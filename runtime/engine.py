@@ -7,10 +7,13 @@ from typing import TYPE_CHECKING, Any, cast
 
 from pi_toolkit.predictor_training import predictor_file
 from pi_toolkit.predictor_training.predictor_file import PredictorSet
+from pi_toolkit.profiler.checkpoint import Checkpoint
 from pi_toolkit.profiler.command_line import note, percent, progress_bar, readable_bytes
 from pi_toolkit.profiler.device import resolve_device, resolve_dtype
 from pi_toolkit.profiler.errors import GenerationError, HardwareError
 from pi_toolkit.profiler.model_families import ModelShape
+from pi_toolkit.profiler.model_gguf import GgufModel
+from pi_toolkit.profiler.quantisation import QuantisedKind
 from pi_toolkit.profiler.token_windows import load_tokenizer, read_end_ids
 from pi_toolkit.profiler.workspace import ModelRecord, Workspace, open_checkpoint, read_model
 from pi_toolkit.solver import gpuidx
@@ -20,6 +23,7 @@ from pi_toolkit.solver.memory import unit_bytes
 from .decoder import Decoder
 from .kernels.packed_matrix import Kind
 from .kernels.sparse_ffn_reference import Mode
+from .model_gguf_files import predictors_of
 from .tier_plan import TierPlan, all_cold, from_index
 from .weights import load_weights
 
@@ -80,7 +84,7 @@ def open_engine(workspace: Workspace, options: EngineOptions) -> Engine:
     plan = from_index(index, hot, cold) if index else all_cold(shape, hot, cold)
     checkpoint = open_checkpoint(workspace, record, options.model)
     dtype = resolve_dtype(_dtype_name(options.dtype, index, hot), hot, checkpoint.dtype(), shape.num_parameters())
-    kind = cast(Kind, str(dtype).removeprefix("torch."))
+    kind = cast(Kind, _stored_blocks(checkpoint, options.dtype, hot) or str(dtype).removeprefix("torch."))
     tokenizer = load_tokenizer(checkpoint.directory)
     if index and hot.type == "cpu":
         note(
@@ -101,16 +105,20 @@ def choose_mode(workspace: Workspace, record: ModelRecord, wanted: Mode | None) 
 
     Raises ``GenerationError`` when mode predicted is asked for and there are no predictors.
     """
-    present = workspace.predictor.exists()
+    inside = predictors_of(GgufModel(workspace.path)) if workspace.is_file else None
+    present = inside is not None or workspace.predictor.exists()
     if wanted == "predicted" and not present:
         raise GenerationError(
             f"{str(workspace.path)!r} has no predictors for --mode predicted: run pi-train-predictor, or use --mode exact"
         )
     if wanted is None and not present:
-        note("no predictors in the workspace: running in mode exact (pi-train-predictor makes them)")
+        where = "file" if workspace.is_file else "workspace"
+        note(f"no predictors in the {where}: running in mode exact (pi-train-predictor makes them)")
     mode: Mode = wanted or ("predicted" if present else "exact")
     if mode != "predicted":
         return None, mode
+    if inside is not None:
+        return inside, mode
     shape = record.shape
     predictors = predictor_file.read(workspace.predictor, shape.hidden_size, shape.ffn_sizes, record.fingerprint)
     if predictors.fingerprint is None:
@@ -121,7 +129,8 @@ def choose_mode(workspace: Workspace, record: ModelRecord, wanted: Mode | None) 
 def _find_placement(workspace: Workspace, record: ModelRecord, wanted: Path | None) -> GpuIndex | None:
     path = wanted or workspace.gpuidx(record)
     if wanted is None and not path.exists():
-        note("no placement in the workspace: every neuron is on the CPU (pi-place makes one)")
+        where = "beside the file" if workspace.is_file else "in the workspace"
+        note(f"no placement {where}: every neuron is on the CPU (pi-place makes one)")
         return None
     return gpuidx.read(path, record.shape.ffn_sizes, record.fingerprint)
 
@@ -145,6 +154,13 @@ def _dtype_name(wanted: str, index: GpuIndex | None, hot: "torch.device") -> str
         f"the placement was made for {index.dtype} weights, which this release does not run: using the checkpoint's type"
     )
     return wanted
+
+
+def _stored_blocks(checkpoint: Checkpoint | GgufModel, wanted: str, hot: "torch.device") -> QuantisedKind | None:
+    """On a CPU a quantised file is computed with as it is, unless another type is asked for."""
+    if wanted != "auto" or hot.type != "cpu" or not isinstance(checkpoint, GgufModel):
+        return None
+    return checkpoint.quantised_kind()
 
 
 def check_gpu_memory(need_bytes: int, free_bytes: int, index: GpuIndex) -> None:
