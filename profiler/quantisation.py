@@ -48,6 +48,10 @@ class QuantisedMatrix:
         """The rows *order* (int64 indices) as a copy."""
         return QuantisedMatrix(self.kind, (len(order), self.shape[1]), self.blocks[order])
 
+    def __getitem__(self, order: "torch.Tensor") -> "QuantisedMatrix":
+        """Rows by a tensor of indices, as a tensor of values would give them."""
+        return self.select(order.numpy())
+
 
 def dense(tensor: "torch.Tensor | QuantisedMatrix", dtype: "torch.dtype | None" = None) -> "torch.Tensor":
     """*tensor* as floating point, in *dtype* or, without one, as stored (float32 for blocks)."""

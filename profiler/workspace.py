@@ -62,10 +62,13 @@ class Workspace:
     def predictor(self) -> Path:
         return self.path / "predictor"
 
+    @property
+    def file_gpuidx(self) -> Path:
+        """PowerInfer's name for the placement of a model file."""
+        return self.path.with_name(f"{self.path.name}.generated.gpuidx")
+
     def gpuidx(self, record: ModelRecord) -> Path:
-        if self.is_file:
-            return self.path.with_name(f"{self.path.name}.generated.gpuidx")
-        return self.path / f"{record.name}.gpuidx"
+        return self.file_gpuidx if self.is_file else self.path / f"{record.name}.gpuidx"
 
 
 def model_name(model: str) -> str:

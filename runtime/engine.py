@@ -23,7 +23,7 @@ from pi_toolkit.solver.memory import unit_bytes
 from .decoder import Decoder
 from .kernels.packed_matrix import Kind
 from .kernels.sparse_ffn_reference import Mode
-from .model_gguf_files import predictors_of
+from .model_gguf_predictors import predictors_of
 from .tier_plan import TierPlan, all_cold, from_index
 from .weights import load_weights
 
