@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from pi_toolkit.profiler.model_families import ModelShape
 
+from .kernels.native import multiply
 from .kernels.sparse_ffn_reference import Mode
 from .kv_cache import KeyValueCache, cache_dtype
 from .native_step import native_step
@@ -72,7 +73,7 @@ class Decoder:
 
         with torch.inference_mode():
             normed = self.weights.final_norm(hidden_states.to(self.weights.head.device))
-            return self.weights.head.multiply(normed)
+            return multiply(self.weights.head, normed)
 
     def _ffn(self, layer: LayerWeights, normed: "torch.Tensor", residual: "torch.Tensor") -> "torch.Tensor":
         hidden = self.shape.hidden_size

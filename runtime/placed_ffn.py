@@ -4,11 +4,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from .kernels import sparse_ffn_reference as kernel
+from .kernels.native import MODES, Products, address, extension, matrix, multiply, products
 from .kernels.packed_matrix import PackedMatrix, row_tiles
 from .kernels.sparse_ffn_reference import Mode, NeuronRows
 
 if TYPE_CHECKING:
     import torch
+
+
+# Up to so many tokens each reads its own neurons' rows; beyond, their union is most of the rows anyway.
+TOKENS_ONE_BY_ONE = 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,20 +39,63 @@ class NeuronTier:
     def __call__(
         self, x: "torch.Tensor", mode: Mode, scores: "torch.Tensor | None", threshold: float
     ) -> "torch.Tensor":
-        """What these neurons add: float32 [tokens, hidden] from *x* [tokens, hidden]; *scores* [tokens, k] in mode predicted.
+        """What these neurons add: float32 [tokens, hidden] from *x* [tokens, hidden]; *scores* [tokens, k] are those of mode
+        predicted."""
+        x = x.to(self.device)
+        scores = None if scores is None else scores.to(self.device)
+        native = products(self.device)
+        if native is None:
+            return self._by_reference(x, mode, scores, threshold)
+        if len(x) <= TOKENS_ONE_BY_ONE:
+            return self._one_by_one(native, x, mode, scores, threshold)
+        return self._all_at_once(native, x, scores, threshold)
 
-        Plain weights are read in place; those that have to be converted are taken tile by tile.
-        """
+    def _one_by_one(
+        self, native: Products, x: "torch.Tensor", mode: Mode, scores: "torch.Tensor | None", threshold: float
+    ) -> "torch.Tensor":
+        """Each token reads the rows of its own neurons."""
+        import torch
+
+        x, y = x.float().contiguous(), torch.empty(x.shape, dtype=torch.float32)
+        module = extension()
+        assert module is not None, "there are native products only with native kernels"
+        parts = [matrix(module, part) for part in (self.first, self.up, self.down)]
+        neurons = module.Neurons(*parts, address(self.up_bias))
+        for token in range(len(x)):
+            mine = None if scores is None else scores[token].contiguous()
+            where = address(x[token]), address(mine), threshold, address(y[token])
+            native.native.sparse_ffn(neurons, MODES.index(mode), *where)
+        return y
+
+    def _all_at_once(
+        self, native: Products, x: "torch.Tensor", scores: "torch.Tensor | None", threshold: float
+    ) -> "torch.Tensor":
+        """All rows are read once, and each token's own mask is applied; with ReLU modes dense and exact are the same here."""
+        side_by_side = native.columns(x)
+        h = native.multiply(self.first, side_by_side)
+        if self.up_bias is not None:
+            h += self.up_bias[:, None]
+        h.relu_()
+        if self.up is not None:
+            h *= native.multiply(self.up, side_by_side)
+        if scores is not None:
+            h[:, : len(x)].masked_fill_(threshold > scores.T, 0.0)
+        return native.multiply_transposed(self.down, h)[:, : len(x)].T
+
+    def _by_reference(
+        self, x: "torch.Tensor", mode: Mode, scores: "torch.Tensor | None", threshold: float
+    ) -> "torch.Tensor":
+        """Plain weights are read in place; those that have to be converted are taken tile by tile."""
         import torch
 
         dtype = self.first.product_dtype
-        x, plain = x.to(self.device, dtype), self.first.is_plain
+        x, plain = x.to(dtype), self.first.is_plain
         output = torch.zeros(x.shape, dtype=torch.float32, device=self.device)
         for first, end in [(0, len(self))] if plain else row_tiles(len(self), x.shape[1]):
             rows = self._rows(first, end, dtype)
             if mode == "predicted":
                 assert scores is not None, "predictors name candidates in mode predicted"
-                output += kernel.predicted(x, rows, scores[:, first:end].to(self.device), threshold)
+                output += kernel.predicted(x, rows, scores[:, first:end], threshold)
             else:
                 output += kernel.dense(x, rows) if mode == "dense" else kernel.exact(x, rows)
         return output
@@ -75,7 +123,8 @@ class PlacedPredictor:
 
         Always in float32, so that which neurons are candidates does not depend on how many tokens are computed at once.
         """
-        return self.fc2.multiply_exactly(self.fc1.multiply_exactly(residual.to(self.fc1.device)).relu_())
+        units = multiply(self.fc1, residual.to(self.fc1.device), exactly=True).relu()
+        return multiply(self.fc2, units, exactly=True)
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,6 +12,7 @@ from pi_toolkit.predictor_training.predictor_file import PredictorSet
 from pi_toolkit.profiler.checkpoint import Checkpoint
 from pi_toolkit.profiler.quantisation import QuantisedMatrix
 
+from .kernels.native import multiply
 from .kernels.packed_matrix import Kind, PackedMatrix, allocate, fill, pack, row_bytes
 from .placed_ffn import NeuronTier, PlacedFfn, PlacedPredictor
 from .tier_plan import TierPlan
@@ -28,7 +29,7 @@ class Linear:
     bias: "torch.Tensor | None"
 
     def __call__(self, x: "torch.Tensor") -> "torch.Tensor":
-        product = self.weight.multiply(x)
+        product = multiply(self.weight, x)
         return product if self.bias is None else product + self.bias
 
 

@@ -28,6 +28,13 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     return Checkpoint(save_family(tmp_path_factory.mktemp(request.param), request.param))
 
 
+@pytest.fixture(autouse=True, params=["native", "torch"])
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything twice: with the native kernels and without."""
+    if request.param == "torch":
+        monkeypatch.setenv("PI_CPU_ISA", "torch")
+
+
 @pytest.fixture(scope="module")
 def reference(checkpoint: Checkpoint) -> Any:
     return transformers.AutoModelForCausalLM.from_pretrained(checkpoint.directory, dtype=torch.float32).eval()
@@ -166,11 +173,19 @@ def test_predicted_does_not_depend_on_the_placement(
     torch.testing.assert_close(got, want, atol=1e-4, rtol=0)
 
 
-def test_bfloat16_stays_close(checkpoint: Checkpoint, tokens: torch.Tensor) -> None:
-    """A dtype in which some part of the decoder computes nonsense."""
+TOLERANCE: dict[Kind, float] = {"bfloat16": 0.03, "float16": 0.005, "q8_0": 0.08, "q4_0": 0.8}
+
+
+@pytest.mark.parametrize("kind", list(TOLERANCE))
+def test_every_weight_type_stays_close(checkpoint: Checkpoint, tokens: torch.Tensor, kind: Kind) -> None:
+    """A type in which some part of the decoder computes nonsense (the logits of random models differ by their own size)."""
     want = all_logits(decoder_for(checkpoint, "dense"), tokens)
-    got = all_logits(decoder_for(checkpoint, "dense", kind="bfloat16"), tokens)
-    assert float((got - want).norm() / want.norm()) < 0.05
+    decoder = decoder_for(checkpoint, "exact", kind=kind)
+    got = all_logits(decoder, tokens)
+    assert float((got - want).norm() / want.norm()) < TOLERANCE[kind]
+    slots = torch.tensor([0])
+    stepped = [decoder.step(tokens[:1, t : t + 1], torch.tensor([[t]]), slots)[0] for t in range(TOKENS)]
+    assert float((torch.stack(stepped) - want[0]).norm() / want[0].norm()) < TOLERANCE[kind]
 
 
 def test_weights_need_no_second_copy_of_the_embedding(tmp_path: Path) -> None:

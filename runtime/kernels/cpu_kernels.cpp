@@ -5,6 +5,7 @@
 #include <nanobind/stl/vector.h>
 
 #include "decode_step_cpu.h"
+#include "matrix_product_cpu.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -32,6 +33,11 @@ class Kernels {
     void multiply(const Matrix& matrix, uintptr_t x, uintptr_t bias, uintptr_t y) {
         const pi::Input input = prepared_.prepare(*kernels_, pointer<const float>(x), matrix.columns, matrix.type);
         pi::multiply(pool_, *kernels_, matrix, input, pointer<const float>(bias), pointer<float>(y));
+    }
+
+    void multiply_tokens(const Matrix& matrix, uintptr_t x, uintptr_t y, int64_t tokens, bool transposed) {
+        const auto product = transposed ? pi::multiply_tokens_transposed : pi::multiply_tokens;
+        product(pool_, *kernels_, matrix, pointer<const float>(x), pointer<float>(y), tokens);
     }
 
     void sparse_ffn(const pi::Neurons& neurons, int mode, uintptr_t x, uintptr_t scores, float threshold, uintptr_t y) {
@@ -121,6 +127,7 @@ NB_MODULE(cpu_kernels, m) {
     nb::class_<Kernels>(m, "Kernels")
         .def(nb::init<int>(), "threads"_a)
         .def("multiply", &Kernels::multiply, nb::call_guard<nb::gil_scoped_release>())
+        .def("multiply_tokens", &Kernels::multiply_tokens, nb::call_guard<nb::gil_scoped_release>())
         .def("sparse_ffn", &Kernels::sparse_ffn, nb::call_guard<nb::gil_scoped_release>())
         .def("add_row", &Kernels::add_row)
         .def_prop_ro("instruction_set", &Kernels::instruction_set)

@@ -33,12 +33,23 @@ using Axpy = void (*)(float* y, float a, const uint8_t* row, int64_t columns, co
 using Store = void (*)(const float* x, int64_t columns, uint8_t* row);  // F32, BF16 and F16, rounded to nearest
 using Quantise = void (*)(const float* x, int64_t columns, int8_t* quants, float* scales, float* offsets);
 
+// values[0..count-1] = columns first..first+count-1 of a row of `columns`; for block types `first` is a multiple of GROUP.
+using Unpack = void (*)(const uint8_t* row, int64_t columns, int64_t first, int64_t count, float* values);
+
+// A small product of matrices in the caches: y[r][t] += sum over k < depth of w[r * row_stride + k * k_stride] * x[k][t] for
+// r < rows and t < tokens, a multiple of TOKENS; x and y have rows of `stride` floats.
+using Tile = void (*)(const float* w, int64_t row_stride, int64_t k_stride, int64_t rows, int64_t depth, const float* x,
+                      float* y, int64_t tokens, int64_t stride);
+constexpr int64_t TOKENS = 16;
+
 struct RowKernels {
     const char* name;
     Dot dot[WEIGHT_TYPES];
     Axpy axpy[WEIGHT_TYPES];
     Store store[3];
     Quantise quantise;
+    Unpack unpack[WEIGHT_TYPES];
+    Tile tile;
 };
 
 extern const RowKernels PORTABLE_ROW_KERNELS;
@@ -53,7 +64,7 @@ extern const RowKernels AVX512_VNNI_ROW_KERNELS;
 const RowKernels* choose_row_kernels();
 
 constexpr int64_t padded(int64_t count, int64_t multiple) { return (count + multiple - 1) / multiple * multiple; }
-inline bool is_block_type(WeightType type) { return type == WeightType::Q8_0 || type == WeightType::Q4_0; }
+constexpr bool is_block_type(WeightType type) { return type == WeightType::Q8_0 || type == WeightType::Q4_0; }
 
 // Bytes of one row. Block types: F16 scales of all blocks, padded to a line; then the quants. Q8_0: one byte each. Q4_0:
 // 64 bytes per GROUP, of which byte i holds value i in its low and value 64 + i in its high nibble, both with 8 added.

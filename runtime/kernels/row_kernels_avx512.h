@@ -152,6 +152,52 @@ void store_half(const float* x, int64_t columns, uint8_t* row) {
     store_row<WeightType::F16>(x + i, columns - i, row + 2 * i);
 }
 
+void unpack_half(const uint8_t* row, int64_t, int64_t first, int64_t count, float* values) {
+    int64_t i = 0;
+    for (; i + 16 <= count; i += 16) _mm512_storeu_ps(values + i, load16<WeightType::F16>(row, first + i));
+    for (; i < count; ++i) values[i] = load_scalar<WeightType::F16>(row, first + i);
+}
+
+// 8 rows and up to 3 vectors of tokens, whose sums stay in registers.
+template <int rows, int vectors>
+inline void tile_block(const float* w, int64_t row_stride, int64_t k_stride, int64_t depth, const float* x, float* y,
+                       int64_t stride) {
+    __m512 sums[rows][vectors];
+    for (int r = 0; r < rows; ++r)
+        for (int v = 0; v < vectors; ++v) sums[r][v] = _mm512_loadu_ps(y + r * stride + 16 * v);
+    for (int64_t k = 0; k < depth; ++k) {
+        __m512 tokens[vectors];
+        for (int v = 0; v < vectors; ++v) tokens[v] = _mm512_loadu_ps(x + k * stride + 16 * v);
+        for (int r = 0; r < rows; ++r) {
+            const __m512 weight = _mm512_set1_ps(w[r * row_stride + k * k_stride]);
+            for (int v = 0; v < vectors; ++v) sums[r][v] = _mm512_fmadd_ps(weight, tokens[v], sums[r][v]);
+        }
+    }
+    for (int r = 0; r < rows; ++r)
+        for (int v = 0; v < vectors; ++v) _mm512_storeu_ps(y + r * stride + 16 * v, sums[r][v]);
+}
+
+template <int vectors>
+void tile_columns(const float* w, int64_t row_stride, int64_t k_stride, int64_t rows, int64_t depth, const float* x, float* y,
+                  int64_t stride) {
+    int64_t r = 0;
+    for (; r + 8 <= rows; r += 8)
+        tile_block<8, vectors>(w + r * row_stride, row_stride, k_stride, depth, x, y + r * stride, stride);
+    for (; r < rows; ++r)
+        tile_block<1, vectors>(w + r * row_stride, row_stride, k_stride, depth, x, y + r * stride, stride);
+}
+
+void tile(const float* w, int64_t row_stride, int64_t k_stride, int64_t rows, int64_t depth, const float* x, float* y,
+          int64_t tokens, int64_t stride) {
+    int64_t t = 0;
+    for (; t + 48 <= tokens; t += 48) tile_columns<3>(w, row_stride, k_stride, rows, depth, x + t, y + t, stride);
+    if (t + 32 <= tokens) {
+        tile_columns<2>(w, row_stride, k_stride, rows, depth, x + t, y + t, stride);
+        t += 32;
+    }
+    if (t < tokens) tile_columns<1>(w, row_stride, k_stride, rows, depth, x + t, y + t, stride);
+}
+
 }  // namespace
 
 const RowKernels PI_KERNELS = {
@@ -161,6 +207,9 @@ const RowKernels PI_KERNELS = {
     {axpy_float<WeightType::F32>, axpy_float<WeightType::BF16>, axpy_float<WeightType::F16>, axpy_q8, axpy_q4},
     {store_row<WeightType::F32>, store_row<WeightType::BF16>, store_half},
     quantise_blocks,
+    {unpack_row<WeightType::F32>, unpack_row<WeightType::BF16>, unpack_half, unpack_row<WeightType::Q8_0>,
+     unpack_row<WeightType::Q4_0>},
+    tile,
 };
 
 }  // namespace pi

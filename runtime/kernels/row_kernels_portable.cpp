@@ -61,6 +61,13 @@ void axpy_q4(float* y, float a, const uint8_t* row, int64_t columns, const uint8
     for (int64_t i = 0; i < columns; ++i) y[i] += a * load_scale(row, i / BLOCK) * float(nibble(quants, i) - 8);
 }
 
+void tile(const float* w, int64_t row_stride, int64_t k_stride, int64_t rows, int64_t depth, const float* x, float* y,
+          int64_t tokens, int64_t stride) {
+    for (int64_t r = 0; r < rows; ++r)
+        for (int64_t k = 0; k < depth; ++k)
+            for (int64_t t = 0; t < tokens; ++t) y[r * stride + t] += w[r * row_stride + k * k_stride] * x[k * stride + t];
+}
+
 }  // namespace
 
 const RowKernels PORTABLE_ROW_KERNELS = {
@@ -69,6 +76,9 @@ const RowKernels PORTABLE_ROW_KERNELS = {
     {axpy_float<WeightType::F32>, axpy_float<WeightType::BF16>, axpy_float<WeightType::F16>, axpy_q8, axpy_q4},
     {store_row<WeightType::F32>, store_row<WeightType::BF16>, store_row<WeightType::F16>},
     quantise_blocks,
+    {unpack_row<WeightType::F32>, unpack_row<WeightType::BF16>, unpack_row<WeightType::F16>, unpack_row<WeightType::Q8_0>,
+     unpack_row<WeightType::Q4_0>},
+    tile,
 };
 
 }  // namespace pi

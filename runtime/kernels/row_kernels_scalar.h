@@ -41,6 +41,25 @@ void store_row(const float* x, int64_t columns, uint8_t* row) {
     }
 }
 
+template <WeightType type>
+void unpack_row(const uint8_t* row, int64_t columns, int64_t first, int64_t count, float* values) {
+    if constexpr (!is_block_type(type)) {
+        for (int64_t i = 0; i < count; ++i) values[i] = load_scalar<type>(row, first + i);
+    } else {
+        const uint8_t* quants = row + scales_bytes(columns);
+        for (int64_t begin = 0; begin < count; begin += BLOCK) {
+            const int64_t at = first + begin, within = at % GROUP, length = std::min(BLOCK, count - begin);
+            const float scale = load_scale(row, at / BLOCK);
+            const uint8_t* bytes = quants + (type == WeightType::Q8_0 ? at : at / GROUP * LINE + within % LINE);
+            const int shift = within < LINE ? 0 : 4;
+            for (int64_t i = 0; i < length; ++i) {
+                const int quant = type == WeightType::Q8_0 ? int(int8_t(bytes[i])) : (bytes[i] >> shift & 15) - 8;
+                values[begin + i] = scale * float(quant);
+            }
+        }
+    }
+}
+
 void quantise_blocks(const float* x, int64_t columns, int8_t* quants, float* scales, float* offsets) {
     const int64_t blocks = padded(columns, GROUP) / BLOCK;
     for (int64_t b = 0; b < blocks; ++b) {

@@ -8,6 +8,7 @@
 #include <random>
 
 #include "decode_step_cpu.h"
+#include "matrix_product_cpu.h"
 
 using namespace pi;
 
@@ -110,6 +111,20 @@ void check_ffn(const RowKernels& kernels, WeightType type, int64_t count, int64_
     }
 }
 
+void check_tokens(const RowKernels& kernels, WeightType type, int64_t rows, int64_t columns, int64_t tokens) {
+    const Weights weights(type, rows, columns);
+    ThreadPool pool(3);
+    for (bool transposed : {false, true}) {
+        const auto product = transposed ? multiply_tokens_transposed : multiply_tokens;
+        const int64_t depth = transposed ? rows : columns, outputs = transposed ? columns : rows;
+        const std::vector<float> x = draw(depth * tokens);
+        std::vector<float> y(outputs * tokens), want(outputs * tokens);
+        product(pool, kernels, weights.matrix, x.data(), y.data(), tokens);
+        product(pool, PORTABLE_ROW_KERNELS, weights.matrix, x.data(), want.data(), tokens);
+        expect(close(y, want), "product of many tokens", kernels.name);
+    }
+}
+
 void check_thread_pool() {
     ThreadPool pool(4);
     for (int64_t job = 0; job < 3000; ++job) {
@@ -181,6 +196,8 @@ int main() {
             for (int64_t columns : {32, 64, 96, 128, 160, 544}) check_rows(*kernels, WeightType(type), columns);
             if (!is_block_type(WeightType(type)))
                 for (int64_t columns : {1, 7, 17, 33, 100}) check_rows(*kernels, WeightType(type), columns);
+            for (int64_t tokens : {16, 32, 48, 112}) check_tokens(*kernels, WeightType(type), 37, 160, tokens);
+            check_tokens(*kernels, WeightType(type), 300, 32, 16);
             for (int64_t count : {1, 3, 77})
                 for (bool gated : {true, false}) check_ffn(*kernels, WeightType(type), count, 96, gated);
         }
