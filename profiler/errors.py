@@ -57,3 +57,7 @@ class PlacementError(ToolkitError):
 
 class GenerationError(ToolkitError):
     """A prompt does not fit, or the mode that was asked for is not possible with the files at hand."""
+
+
+class BenchmarkError(ToolkitError):
+    """A contender of a benchmark cannot run, or what is to be compared does not compute the same."""

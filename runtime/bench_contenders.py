@@ -1,0 +1,239 @@
+"""Who is compared: this toolkit, llama.cpp and transformers, each answering the same task.
+
+A task is a prompt of token ids, read at once, and a number of greedy tokens behind the first one, which belongs to the
+prompt's time. Everything heavy is imported where a contender is opened, in its worker process.
+"""
+
+import importlib.metadata
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pi_toolkit.profiler.errors import BenchmarkError
+from pi_toolkit.profiler.workspace import Workspace
+
+if TYPE_CHECKING:
+    from .bench_bytes import Touched
+    from .kernels.sparse_ffn_reference import Mode
+
+
+@dataclass(frozen=True)
+class Task:
+    """``prompt`` token ids, then ``steps`` decoding steps; for ourselves in ``mode``, at a made-up ``density`` or as it is."""
+
+    prompt: tuple[int, ...]
+    steps: int
+    mode: "Mode | None" = None
+    density: float | None = None
+
+
+@dataclass(frozen=True)
+class Timing:
+    """``token_ids`` are the greedy tokens, 1 + steps of them; empty where a contender does not tell them."""
+
+    prompt_seconds: float
+    decode_seconds: float
+    token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class OwnRecipe:
+    """This toolkit on one workspace or model file in one dtype; all modes share its weights."""
+
+    path: Path
+    dtype: str
+    context: int
+    threads: int
+    device: str
+    with_predictors: bool
+    model: str | None = None
+
+    @property
+    def title(self) -> str:
+        return f"{self.path.name} ({self.dtype})"
+
+    def open(self) -> "Own":
+        import torch
+
+        from .engine import EngineOptions, open_engine
+
+        torch.set_num_threads(self.threads)
+        options = EngineOptions(
+            mode="predicted" if self.with_predictors else "exact",
+            context=self.context,
+            device=self.device,
+            dtype=self.dtype,
+            model=self.model,
+        )
+        return Own(open_engine(Workspace(self.path), options))
+
+
+class Own:
+    def __init__(self, engine: Any) -> None:
+        from .bench_density import MadeUpDensity
+
+        self._engine, self._decoder = engine, engine.decoder
+        self._densities = MadeUpDensity(engine.decoder)
+
+    def facts(self) -> dict[str, Any]:
+        from .bench_bytes import weight_bytes
+
+        native, plan = self._decoder.native, self._engine.plan
+        return {
+            "kind": self._decoder.weights.kind,
+            "instruction_set": native.instruction_set if native else "torch reference",
+            "on_cpu": plan.hot.type == "cpu",
+            "weight_bytes": weight_bytes(self._decoder.weights),
+        }
+
+    def prompt(self, text: str, tokens: int) -> tuple[int, ...]:
+        """Ids of the first *tokens* tokens of *text*, which is repeated if it is shorter."""
+        ids = list(self._engine.tokenizer(text)["input_ids"])
+        more = self._engine.tokenizer(f"\n{text}", add_special_tokens=False)["input_ids"]
+        if not more:
+            raise BenchmarkError("the text of the prompt has no tokens: give another with --text")
+        while len(ids) < tokens:
+            ids += more
+        return tuple(ids[:tokens])
+
+    def time(self, task: Task) -> Timing:
+        from .generate import generate
+        from .sampling import Sampler, SamplingOptions
+
+        self._prepare(task)
+        result = generate(self._decoder, list(task.prompt), 1 + task.steps, Sampler(SamplingOptions()))
+        return Timing(result.prompt_seconds, result.decode_seconds, tuple(result.token_ids))
+
+    def count(self, task: Task, token_ids: tuple[int, ...]) -> "Touched":
+        """What decoding *token_ids* read."""
+        from .bench_bytes import touched
+
+        self._prepare(task)
+        return touched(self._decoder, list(task.prompt), list(token_ids))
+
+    def _prepare(self, task: Task) -> None:
+        assert task.mode is not None, "a task for ourselves names a mode"
+        self._decoder.mode = task.mode
+        self._densities.choose(task.density, task.prompt)
+
+
+@dataclass(frozen=True)
+class LlamaCppRecipe:
+    """llama.cpp, through the wheel ``xllamacpp``, on a dense model file."""
+
+    file: Path
+    context: int
+    threads: int
+
+    @property
+    def title(self) -> str:
+        return f"llama.cpp:{self.file.name}"
+
+    def open(self) -> "LlamaCpp":
+        return LlamaCpp(self)
+
+
+class LlamaCpp:
+    """One slot, no prompt cache, weights read into memory of its own, so that its repacked kernels may run."""
+
+    def __init__(self, recipe: LlamaCppRecipe) -> None:
+        try:
+            import xllamacpp
+        except ImportError:
+            raise BenchmarkError(
+                "llama.cpp is compared through the package xllamacpp, which is not installed: run pip install xllamacpp"
+            ) from None
+        options = xllamacpp.CommonParams()
+        options.model.path = str(recipe.file)
+        options.cpuparams.n_threads = options.cpuparams_batch.n_threads = recipe.threads
+        options.n_ctx, options.n_parallel, options.n_gpu_layers = recipe.context, 1, 0
+        options.load_mode = xllamacpp.llama_load_mode.LLAMA_LOAD_MODE_NONE
+        options.fit_params = options.cont_batching = options.use_jinja = False
+        options.cache_ram_mib = options.n_ctx_checkpoints = options.verbosity = 0
+        try:
+            self._server = xllamacpp.Server(options)
+        except (RuntimeError, ValueError) as error:
+            raise BenchmarkError(
+                f"llama.cpp does not load {str(recipe.file)!r} ({error}): write a dense file with pi-convert"
+            ) from error
+        self._system = xllamacpp.get_system_info()
+
+    def facts(self) -> dict[str, Any]:
+        features = [part.strip() for part in self._system.replace("CPU :", "").split("|")]
+        return {
+            "version": f"xllamacpp {importlib.metadata.version('xllamacpp')}",
+            "instruction_set": " ".join(part.removesuffix(" = 1") for part in features if part.endswith(" = 1")),
+        }
+
+    def time(self, task: Task) -> Timing:
+        """llama.cpp's own clock, which starts at the first token it has sampled."""
+        request = {"prompt": list(task.prompt), "n_predict": 1 + task.steps, "cache_prompt": False}
+        request |= {"temperature": 0.0, "ignore_eos": True, "samplers": ["temperature"]}
+        answer = self._server.handle_completions(request)
+        answer = answer if isinstance(answer, dict) else json.loads(answer)
+        timings = answer.get("timings", {})
+        if (timings.get("prompt_n"), timings.get("predicted_n")) != (len(task.prompt), 1 + task.steps):
+            raise BenchmarkError(
+                f"llama.cpp answered another task than it was given ({json.dumps(answer)[:200]}): use a model file without a "
+                "smaller context of its own"
+            )
+        return Timing(timings["prompt_ms"] / 1000, timings["predicted_ms"] / 1000)
+
+
+@dataclass(frozen=True)
+class TransformersRecipe:
+    """transformers on a Hugging Face directory, in *dtype*."""
+
+    directory: str
+    dtype: str
+    threads: int
+
+    @property
+    def title(self) -> str:
+        return f"transformers:{Path(self.directory).name} ({self.dtype})"
+
+    def open(self) -> "Transformers":
+        return Transformers(self)
+
+
+class Transformers:
+    """The model's own forward pass, token by token, without what ``generate`` adds to it."""
+
+    def __init__(self, recipe: TransformersRecipe) -> None:
+        import torch
+        import transformers
+
+        transformers.logging.disable_progress_bar()
+        torch.set_num_threads(recipe.threads)
+        try:
+            self._model = transformers.AutoModelForCausalLM.from_pretrained(
+                recipe.directory, dtype=getattr(torch, recipe.dtype), local_files_only=Path(recipe.directory).exists()
+            ).eval()
+        except (OSError, ValueError) as error:
+            raise BenchmarkError(
+                f"transformers does not load {recipe.directory!r} ({str(error).splitlines()[0]}): give a Hugging Face directory"
+            ) from error
+
+    def facts(self) -> dict[str, Any]:
+        config, count = self._model.config, sum(p.nbytes for p in self._model.parameters())
+        embedding = 0 if config.tie_word_embeddings else self._model.get_input_embeddings().weight.nbytes
+        return {
+            "version": f"transformers {importlib.metadata.version('transformers')}",
+            "weight_bytes": count,
+            "bytes_per_token": count - embedding,
+        }
+
+    def time(self, task: Task) -> Timing:
+        import torch
+
+        with torch.inference_mode():
+            began = time.perf_counter()
+            output = self._model(torch.tensor([task.prompt]), use_cache=True, logits_to_keep=1)
+            tokens = [int(output.logits[0, -1].argmax())]
+            prompt_seconds, began = time.perf_counter() - began, time.perf_counter()
+            for _ in range(task.steps):
+                output = self._model(torch.tensor([tokens[-1:]]), use_cache=True, past_key_values=output.past_key_values)
+                tokens.append(int(output.logits[0, -1].argmax()))
+            return Timing(prompt_seconds, time.perf_counter() - began, tuple(tokens))

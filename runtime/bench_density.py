@@ -1,0 +1,122 @@
+"""The loaded model with another share of firing neurons, for speed alone: the text becomes nonsense.
+
+A neuron fires on some share q of the tokens. With the sign of the row that decides on it turned it fires on 1 − q, and
+with that row zeroed on none; so any density between silence and 1 − q̄ is reached by turning or zeroing rows of neurons
+drawn at random, in place. The predictors' rows follow: turned neurons are candidates on every token, zeroed ones never.
+Which neurons are read is then random, and how many of the candidates fire is about as in a trained predictor.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from .bench_replay import masks, replay
+from .decoder import Decoder
+from .kernels.packed_matrix import PackedMatrix, pack, row_bytes
+from .kernels.sparse_ffn_reference import Mode
+from .placed_ffn import NeuronTier, PlacedFfn
+
+if TYPE_CHECKING:
+    import torch
+
+SEED = 0
+ALWAYS = 256.0  # a predictor row of this value in every column passes any threshold, of its negative none
+
+
+class MadeUpDensity:
+    """Keeps the rows as they were read, so that densities can be chosen one after the other."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self._decoder = decoder
+        self._chosen: float | None = None
+        self._saved: list[_SavedLayer] = []
+
+    def choose(self, density: float | None, prompt: tuple[int, ...]) -> None:
+        """Make about *density* of the neurons fire, or as many as the model itself does; *prompt* shows how many that is."""
+        if density == self._chosen:
+            return
+        ffns = [layer.ffn for layer in self._decoder.weights.layers]
+        if not self._saved:
+            shares = _firing_shares(self._decoder, prompt)
+            self._saved = [_SavedLayer.of(ffn, share) for ffn, share in zip(ffns, shares, strict=True)]
+        for number, (ffn, saved) in enumerate(zip(ffns, self._saved, strict=True)):
+            saved.restore(ffn)
+            if density is not None:
+                _change(ffn, saved.firing_share, density, SEED + number)
+        self._chosen = density
+
+
+@dataclass(frozen=True)
+class _SavedLayer:
+    """What is changed in place: deciding rows and their biases by tier, the predictor's second matrix."""
+
+    first: "list[torch.Tensor]"
+    up_bias: "list[torch.Tensor | None]"
+    fc2: "torch.Tensor | None"
+    firing_share: float
+
+    @classmethod
+    def of(cls, ffn: PlacedFfn, firing_share: float) -> "_SavedLayer":
+        return cls(
+            [tier.first.data.clone() for tier in ffn.tiers],
+            [None if tier.up_bias is None else tier.up_bias.clone() for tier in ffn.tiers],
+            ffn.predictor.fc2.data.clone() if ffn.predictor else None,
+            firing_share,
+        )
+
+    def restore(self, ffn: PlacedFfn) -> None:
+        for tier, first, up_bias in zip(ffn.tiers, self.first, self.up_bias, strict=True):
+            tier.first.data.copy_(first)
+            if tier.up_bias is not None and up_bias is not None:
+                tier.up_bias.copy_(up_bias)
+        if ffn.predictor and self.fc2 is not None:
+            ffn.predictor.fc2.data.copy_(self.fc2)
+
+
+def _firing_shares(decoder: Decoder, prompt: tuple[int, ...]) -> list[float]:
+    """Share of the neurons of each layer that fire on the prompt's tokens."""
+    shares = [0.0] * decoder.shape.num_layers
+
+    def observe(layer: int, ffn: PlacedFfn, normed: "torch.Tensor", residual: "torch.Tensor", _: Mode) -> None:
+        fired = sum(int(fires.sum()) for _, fires, _ in masks(ffn, normed, residual, "exact"))
+        shares[layer] = fired / len(normed) / decoder.shape.ffn_sizes[layer]
+
+    replay(decoder, list(prompt), observe)
+    return shares
+
+
+def _change(ffn: PlacedFfn, firing_share: float, density: float, seed: int) -> None:
+    import torch
+
+    generator, first = torch.Generator().manual_seed(seed), 0
+    raised = density > firing_share
+    if raised:
+        share = min(1.0, (density - firing_share) / max(1e-6, 1 - 2 * firing_share))
+    else:
+        share = 1 - density / max(firing_share, 1e-6)
+    for tier in ffn.tiers:
+        rows = torch.randperm(len(tier), generator=generator)[: round(share * len(tier))]
+        _scale_rows(tier, rows, -1.0 if raised else 0.0)
+        if ffn.predictor:
+            _set_rows(ffn.predictor.fc2, first + rows, ALWAYS if raised else -ALWAYS)
+        first += len(tier)
+
+
+def _scale_rows(tier: NeuronTier, rows: "torch.Tensor", factor: float) -> None:
+    """Multiply what decides on neurons *rows* by *factor*: values in floating point, the scales of blocks."""
+    import torch
+
+    first, rows = tier.first, rows.to(tier.device)
+    if first.kind in ("q8_0", "q4_0"):
+        quants = -(-first.columns // 128) * (128 if first.kind == "q8_0" else 64)
+        numbers = first.data[:, : row_bytes(first.kind, first.columns) - quants].view(torch.float16)
+    else:
+        numbers = first.values()
+    numbers[rows] = numbers[rows] * factor
+    if tier.up_bias is not None:
+        tier.up_bias[rows] *= factor
+
+
+def _set_rows(matrix: PackedMatrix, rows: "torch.Tensor", value: float) -> None:
+    import torch
+
+    matrix.data[rows.to(matrix.device)] = pack(torch.full((1, matrix.columns), value), matrix.kind, matrix.device).data
