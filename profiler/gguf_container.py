@@ -153,7 +153,7 @@ def read_magic(path: Path) -> Magic:
     for magic in ("GGUF", "PWRI"):
         if begin[:4] == magic.encode():
             return magic
-    raise GgufError(f"{str(path)!r}: {_foreign(begin, 'GGUF or PWRI')}")
+    raise GgufError(f"{str(path)!r} {_foreign(begin, 'GGUF or PWRI')}")
 
 
 def read(path: Path, magic: Magic) -> GgufFile:
@@ -182,6 +182,18 @@ def write(
 
     *arrays* yields one contiguous array per tensor, of exactly its bytes; a generator keeps only one in memory.
     """
+    header = encode_header(magic, key_values, tensors)
+    with atomic_file(path) as temporary, temporary.open("wb") as file:
+        file.write(header.ljust(_padded(len(header), DEFAULT_ALIGNMENT), b"\0"))
+        for info, array in zip(tensors, arrays, strict=True):
+            if array.nbytes != info.num_bytes:
+                raise GgufError(f"tensor {info.name!r} has {array.nbytes} bytes for {info.num_bytes}: report this bug")
+            file.write(np.ascontiguousarray(array).data)
+            file.write(bytes(_padded(info.num_bytes, DEFAULT_ALIGNMENT) - info.num_bytes))
+
+
+def encode_header(magic: Magic, key_values: Sequence[KeyValue], tensors: Sequence[TensorInfo]) -> bytes:
+    """Everything before the data, without the padding; raises ``GgufError`` for a name that is there twice."""
     _refuse_duplicates([item.name for item in key_values], "key")
     _refuse_duplicates([info.name for info in tensors], "tensor")
     header = bytearray(magic.encode() + struct.pack("<IQQ", VERSION, len(tensors), len(key_values)))
@@ -193,13 +205,7 @@ def write(
         number = I32_IN_CURRENT_GGML if (magic, info.type) == ("GGUF", TensorType.I32) else info.type
         header += _string(info.name) + struct.pack(f"<I{len(dims)}QIQ", len(dims), *dims, number, offset)
         offset += _padded(info.num_bytes, DEFAULT_ALIGNMENT)
-    with atomic_file(path) as temporary, temporary.open("wb") as file:
-        file.write(header.ljust(_padded(len(header), DEFAULT_ALIGNMENT), b"\0"))
-        for info, array in zip(tensors, arrays, strict=True):
-            if array.nbytes != info.num_bytes:
-                raise GgufError(f"tensor {info.name!r} has {array.nbytes} bytes for {info.num_bytes}: report this bug")
-            file.write(np.ascontiguousarray(array).data)
-            file.write(bytes(_padded(info.num_bytes, DEFAULT_ALIGNMENT) - info.num_bytes))
+    return bytes(header)
 
 
 def _padded(num_bytes: int, alignment: int) -> int:
@@ -266,6 +272,8 @@ class _Cursor:
 
 def _foreign(begin: bytes, wanted: str) -> str:
     """What a file is that begins otherwise; the two things that downloads leave behind are named."""
+    if not begin:
+        return f"is empty: {_REMEDY}"
     if begin.startswith(b"version https://git-lfs"):
         return "is a git-lfs pointer, not the file itself: fetch it with git lfs pull"
     if begin.lstrip()[:5].lower() in (b"<!doc", b"<html", b"<?xml"):

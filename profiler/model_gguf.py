@@ -207,8 +207,10 @@ class GgufModel:
 
     def _count_predictors(self) -> int:
         present = [predictor_names(layer)[0] in self.file.tensors for layer in range(self.shape.num_layers)]
-        if any(present) and not (all(present) and self.magic == "PWRI"):
-            raise GgufError(f"has predictors of some layers only, or in a dense file: {_REMEDY}")
+        if any(present) and self.magic == "GGUF":
+            raise GgufError(f"has predictors in a dense file: {_REMEDY}")
+        if any(present) and not all(present):
+            raise GgufError(f"has predictors of {sum(present)} of its {len(present)} layers: {_REMEDY}")
         return len(present) if all(present) else 0
 
     def _check_tensors(self) -> None:

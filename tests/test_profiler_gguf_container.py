@@ -111,6 +111,14 @@ def one_tensor(
     return header.ljust(-(-len(header) // alignment) * alignment, b"\0") + data
 
 
+def two_tensors(*, second_name=b"u", second_offset=32, data=bytes(64)):
+    """A file of two tensors of two values."""
+    header = b"PWRI" + struct.pack("<IQQ", 3, 2, 0)
+    for name, offset in ((b"t", 0), (second_name, second_offset)):
+        header += struct.pack("<Q", 1) + name + struct.pack("<IQIQ", 1, 2, 18, offset)
+    return header.ljust(-(-len(header) // 32) * 32, b"\0") + data
+
+
 def key(name: bytes, value_type: int, value: bytes) -> bytes:
     return struct.pack("<Q", len(name)) + name + struct.pack("<I", value_type) + value
 
@@ -122,6 +130,8 @@ def keys(*encoded: bytes) -> dict:
 HUGE = struct.pack("<Q", 2**63)
 MALFORMED = {
     "empty file": (b"", "is empty"),
+    "git-lfs pointer": (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n", "git-lfs pointer"),
+    "web page": (b"<!DOCTYPE html><html><head></head></html>", "is a web page"),
     "other magic": (one_tensor(magic=b"GGML"), "begins with"),
     "dense file where a sparse one belongs": (one_tensor(magic=b"GGUF"), "begins with"),
     "version 2": (one_tensor(version=2), "version 2"),
@@ -153,6 +163,11 @@ MALFORMED = {
     "array of arrays": (one_tensor(**keys(key(b"k", 9, struct.pack("<IQ", 9, 0)))), "array of arrays"),
     "the same key twice": (one_tensor(**keys(key(b"k", 0, b"\0"), key(b"k", 0, b"\0"))), "twice"),
     "alignment of 24": (one_tensor(**keys(key(b"general.alignment", 4, struct.pack("<I", 24)))), "alignment of 24"),
+    "alignment of 3": (one_tensor(**keys(key(b"general.alignment", 4, struct.pack("<I", 3)))), "alignment of 3"),
+    "alignment of 2^31": (one_tensor(**keys(key(b"general.alignment", 4, struct.pack("<I", 2**31)))), "alignment of 2"),
+    "tensors that overlap": (two_tensors(second_offset=0), "tensor 'u' is not where"),
+    "a gap between tensors": (two_tensors(second_offset=64, data=bytes(96)), "tensor 'u' is not where"),
+    "a tensor twice": (two_tensors(second_name=b"t"), "tensor is there twice"),
     "alignment of 0": (one_tensor(**keys(key(b"general.alignment", 4, bytes(4)))), "alignment of 0"),
     "alignment as text": (one_tensor(**keys(key(b"general.alignment", 8, bytes(8)))), "alignment of ''"),
 }
