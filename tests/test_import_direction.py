@@ -11,7 +11,9 @@ import pytest
 ROOT = Path(__file__).parent.parent
 STAGES = ("profiler", "predictor_training", "solver", "runtime")
 MODULES = [path for stage in STAGES for path in sorted((ROOT / stage).rglob("*.py"))]
-HEAVY = {"torch", "transformers", "datasets", "matplotlib", "pandas", "safetensors", "tokenizers", "huggingface_hub"}
+HEAVY = set(
+    "torch transformers datasets matplotlib pandas safetensors tokenizers huggingface_hub gguf sentencepiece".split()
+)
 
 
 def imports_of(tree: ast.Module) -> Iterator[str]:
