@@ -8,13 +8,14 @@ from pi_toolkit.profiler.command_line import (
     FiniteFloatType,
     ToolkitCommand,
     device_option,
-    dtype_option,
     emit_json,
     json_option,
     note,
     percent,
     version_option,
 )
+
+from .kernels.packed_matrix import KINDS
 
 
 @click.command(cls=ToolkitCommand)
@@ -37,7 +38,13 @@ from pi_toolkit.profiler.command_line import (
 @click.option("--threads", type=click.IntRange(min=1), help="CPU threads.  [default: torch's choice]")
 @click.option("--model", help="Where the weights are now, if not where pi-profile found them.")
 @device_option
-@dtype_option
+@click.option(
+    "--dtype",
+    type=click.Choice(["auto", *KINDS]),
+    default="auto",
+    show_default=True,
+    help="Type to hold the weights in; auto: as stored, or as placed on a GPU.",
+)
 @json_option
 @version_option
 def main(
@@ -74,7 +81,7 @@ def main(
 
     if threads:
         torch.set_num_threads(threads)
-    engine = open_engine(Workspace(workspace), EngineOptions(mode, gpuidx, ctx, device, dtype, model))  # type: ignore[arg-type]
+    engine = open_engine(Workspace(workspace), EngineOptions(mode, gpuidx, ctx, device, dtype, model, threads=threads))  # type: ignore[arg-type]
     context = engine.decoder.cache.context
     prompt_ids = engine.tokenizer(prompt)["input_ids"]
     check_prompt(len(prompt_ids), context)

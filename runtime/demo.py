@@ -18,12 +18,12 @@ CORPUS = "wikipedia-intros"
 PROFILE_TOKENS, TRAINING_TOKENS, PERPLEXITY_TOKENS = "300k", "400k", 30_000
 WINDOW, WINDOWS_PER_STEP = 256, 8
 PROMPT, NEW_TOKENS = "The city of Paris", 60
-# The model has 21 MB of float32 weights, and with a KV cache 0.02 GiB hold about half of its neurons.
+# The model has 10 MB of BF16 weights, and with a KV cache 0.01 GiB hold about half of its neurons.
 PLACEMENT_NOTE = (
-    "A synchronisation of 20 µs costs as much as reading hundreds of this model's neurons of 3 KB, and no CUDA context fits "
-    "into 0.02 GiB: the placement below leaves both out of the account."
+    "A synchronisation of 20 µs costs as much as reading hundreds of this model's neurons of 1.5 KB, and no CUDA context "
+    "fits into 0.01 GiB: the placement below leaves both out of the account."
 )
-PLACEMENT = ["--vram", "0.02", "--dtype", "float32", "--reserve", "0", "--sync-seconds", "0"]
+PLACEMENT = ["--vram", "0.01", "--reserve", "0", "--sync-seconds", "0"]
 
 
 @click.command(cls=ToolkitCommand)

@@ -3,17 +3,15 @@ together, and says on stderr what is missing and what that means."""
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 from pi_toolkit.predictor_training import predictor_file
 from pi_toolkit.predictor_training.predictor_file import PredictorSet
-from pi_toolkit.profiler.checkpoint import Checkpoint
 from pi_toolkit.profiler.command_line import note, percent, progress_bar, readable_bytes
-from pi_toolkit.profiler.device import resolve_device, resolve_dtype
+from pi_toolkit.profiler.device import resolve_device
 from pi_toolkit.profiler.errors import GenerationError, HardwareError
 from pi_toolkit.profiler.model_families import ModelShape
 from pi_toolkit.profiler.model_gguf import GgufModel
-from pi_toolkit.profiler.quantisation import QuantisedKind
 from pi_toolkit.profiler.token_windows import load_tokenizer, read_end_ids
 from pi_toolkit.profiler.workspace import ModelRecord, Workspace, open_checkpoint, read_model
 from pi_toolkit.solver import gpuidx
@@ -21,14 +19,11 @@ from pi_toolkit.solver.gpuidx import GpuIndex
 from pi_toolkit.solver.memory import unit_bytes
 
 from .decoder import Decoder
-from .kernels.packed_matrix import Kind
 from .kernels.sparse_ffn_reference import Mode
 from .model_gguf_predictors import predictors_of
 from .tier_plan import TierPlan, all_cold, from_index
+from .weight_kind import choose_kind
 from .weights import load_weights
-
-if TYPE_CHECKING:
-    import torch
 
 DEFAULT_CONTEXT = 4096
 
@@ -38,7 +33,8 @@ class EngineOptions:
     """How to run; None takes what the workspace offers.
 
     ``mode``: predicted where there are predictors, else exact. ``gpuidx``: the workspace's placement. ``context``: the
-    placement's, else the model's limit up to 4096. ``device`` is the hot tier's. ``model``: where the weights are now.
+    placement's, else the model's limit up to 4096. ``device`` is the hot tier's. ``dtype``: see :func:`choose_kind`.
+    ``model``: where the weights are now. ``slots``: sequences at once. ``threads``: as many as torch uses.
     """
 
     mode: Mode | None = None
@@ -48,6 +44,7 @@ class EngineOptions:
     dtype: str = "auto"
     model: str | None = None
     slots: int = 1
+    threads: int | None = None
 
 
 @dataclass(frozen=True)
@@ -83,8 +80,7 @@ def open_engine(workspace: Workspace, options: EngineOptions) -> Engine:
     hot, cold = resolve_device(options.device), torch.device("cpu")
     plan = from_index(index, hot, cold) if index else all_cold(shape, hot, cold)
     checkpoint = open_checkpoint(workspace, record, options.model)
-    dtype = resolve_dtype(_dtype_name(options.dtype, index, hot), hot, checkpoint.dtype(), shape.num_parameters())
-    kind = cast(Kind, _stored_blocks(checkpoint, options.dtype, hot) or str(dtype).removeprefix("torch."))
+    kind = choose_kind(options.dtype, index, hot, checkpoint)
     tokenizer = load_tokenizer(checkpoint.directory)
     if index and hot.type == "cpu":
         note(
@@ -96,7 +92,7 @@ def open_engine(workspace: Workspace, options: EngineOptions) -> Engine:
         check_gpu_memory(plan.hot_bytes(units), torch.cuda.mem_get_info(hot)[0], index)
     with progress_bar("loading", shape.num_layers, "layers") as progress:
         weights = load_weights(checkpoint, plan, predictors, kind, progress.advance)
-    decoder = Decoder(shape, weights, options.slots, context, mode)
+    decoder = Decoder(shape, weights, options.slots, context, mode, options.threads)
     return Engine(record, decoder, tokenizer, plan, read_end_ids(checkpoint.directory))
 
 
@@ -142,25 +138,6 @@ def _context(shape: ModelShape, wanted: int | None, index: GpuIndex | None) -> i
         )
     placed_for = index.context if index else None
     return min(wanted or placed_for or DEFAULT_CONTEXT, shape.max_positions)
-
-
-def _dtype_name(wanted: str, index: GpuIndex | None, hot: "torch.device") -> str:
-    """On a GPU the placement's dtype is the default, because its bytes were counted in it."""
-    if wanted != "auto" or index is None or index.dtype is None or hot.type == "cpu":
-        return wanted
-    if index.dtype in ("float32", "bfloat16", "float16"):
-        return index.dtype
-    note(
-        f"the placement was made for {index.dtype} weights, which this release does not run: using the checkpoint's type"
-    )
-    return wanted
-
-
-def _stored_blocks(checkpoint: Checkpoint | GgufModel, wanted: str, hot: "torch.device") -> QuantisedKind | None:
-    """On a CPU a quantised file is computed with as it is, unless another type is asked for."""
-    if wanted != "auto" or hot.type != "cpu" or not isinstance(checkpoint, GgufModel):
-        return None
-    return checkpoint.quantised_kind()
 
 
 def check_gpu_memory(need_bytes: int, free_bytes: int, index: GpuIndex) -> None:

@@ -1,0 +1,31 @@
+"""What the weights of a run are held in: as asked for, as placed, or as stored."""
+
+from typing import TYPE_CHECKING, cast
+
+from pi_toolkit.profiler.checkpoint import Checkpoint
+from pi_toolkit.profiler.command_line import note
+from pi_toolkit.profiler.model_gguf import GgufModel
+from pi_toolkit.solver.gpuidx import GpuIndex
+
+from .kernels.packed_matrix import KINDS, Kind
+
+if TYPE_CHECKING:
+    import torch
+
+
+def choose_kind(wanted: str, index: GpuIndex | None, hot: "torch.device", checkpoint: Checkpoint | GgufModel) -> Kind:
+    """*wanted*, unless it is "auto": then the type of the placement where a GPU is in use, because its bytes were counted
+    in it, and else the type of the checkpoint.
+
+    Nothing is lost by staying with what is stored: products are computed in float32 on a CPU whatever the weights' type.
+    """
+    if wanted != "auto":
+        assert wanted in KINDS, "the command offers no other"
+        return cast(Kind, wanted)
+    if hot.type != "cpu" and index and index.dtype in ("float32", "bfloat16", "float16"):
+        return cast(Kind, index.dtype)
+    if hot.type != "cpu" and index and index.dtype:
+        note(f"the placement was made for {index.dtype} weights, which run on a CPU only: using the checkpoint's type")
+    quantised = checkpoint.quantised_kind() if hot.type == "cpu" and isinstance(checkpoint, GgufModel) else None
+    stored = quantised or str(checkpoint.dtype()).removeprefix("torch.")
+    return cast(Kind, stored) if stored in KINDS else "float32"
