@@ -35,7 +35,7 @@ def hf_config(shape: ModelShape) -> Any:
         raise UnsupportedModelError(
             "the layers of this file have FFNs of different widths, which transformers cannot run: profile the original"
         )
-    common = dict(
+    common: dict[str, Any] = dict(
         vocab_size=shape.vocabulary_size,
         hidden_size=shape.hidden_size,
         num_hidden_layers=shape.num_layers,

@@ -159,7 +159,7 @@ class GgufModel:
             data = self.file.data(name).reshape(-1).view(np.uint8)
             length = min(FINGERPRINT_SAMPLE_BYTES, len(data))
             for start in (0, (len(data) - length) // 2, len(data) - length):
-                digest.update(data[start : start + length])
+                digest.update(data[start : start + length].tobytes())
         return digest.hexdigest()
 
     def end_ids(self) -> frozenset[int]:
@@ -184,8 +184,8 @@ class GgufModel:
     def _read(self, name: str) -> "Weight":
         import torch
 
-        if self._last_read not in (None, name):
-            self.file.drop_pages(self._last_read)  # type: ignore[arg-type]
+        if self._last_read is not None and self._last_read != name:
+            self.file.drop_pages(self._last_read)
         self._last_read = name
         info, data = self.file.tensors[name], self.file.data(name)
         if info.type in KINDS:
