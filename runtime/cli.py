@@ -32,7 +32,7 @@ from .kernels.packed_matrix import KINDS
 @click.option("--temperature", type=FiniteFloatType(), default=0.0, show_default=True, help="0 is greedy.")
 @click.option("--top-k", type=click.IntRange(min=0), default=0, show_default=True, help="Draw among this many; 0: all.")
 @click.option("--top-p", type=FiniteFloatType(exclusive=True, maximum=1.0), default=1.0, show_default=True)
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
+@click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True)
 @click.option("--ctx", type=click.IntRange(min=2), help="Tokens of prompt and answer.  [default: the placement's]")
 @click.option("--gpuidx", type=click.Path(path_type=Path), help="Placement to use.  [default: the workspace's]")
 @click.option("--threads", type=click.IntRange(min=1), help="CPU threads.  [default: torch's choice]")
@@ -79,6 +79,7 @@ def main(
     from .sampling import Sampler, SamplingOptions
     from .text_stream import TextStream
 
+    refuse_broken_text(prompt)
     if threads:
         torch.set_num_threads(threads)
     engine = open_engine(Workspace(workspace), EngineOptions(mode, gpuidx, ctx, device, dtype, model, threads=threads))  # type: ignore[arg-type]
@@ -100,8 +101,8 @@ def main(
     result = generate(engine.decoder, prompt_ids, new_tokens, sampler, engine.end_ids, show)
     click.echo(stream.finish())
     note(
-        f"prompt {result.prompt_tokens} tokens at {result.prompt_tokens_per_second:,.1f} tokens/s, then "
-        f"{len(result.token_ids)} tokens at {result.decode_tokens_per_second:,.1f} tokens/s; mode "
+        f"prompt {result.prompt_tokens} tokens at {result.prompt_tokens_per_second:,.1f} tokens/s, "
+        f"{len(result.token_ids)} tokens generated at {result.decode_tokens_per_second:,.1f} tokens/s after the first; mode "
         f"{engine.decoder.mode}, {percent(engine.hot_share)} of the neurons on the hot tier ({engine.plan.hot})"
     )
     if as_json:
@@ -117,3 +118,13 @@ def main(
                 "gpu_neuron_share": engine.hot_share,
             }
         )
+
+
+def refuse_broken_text(prompt: str) -> None:
+    """A usage error for bytes on the command line that are no text in the terminal's encoding."""
+    try:
+        prompt.encode()
+    except UnicodeEncodeError:
+        raise click.BadParameter(
+            "holds bytes that are no text in this terminal's encoding: use a UTF-8 locale", param_hint="--prompt"
+        ) from None

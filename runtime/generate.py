@@ -44,7 +44,7 @@ def check_prompt(prompt_tokens: int, context: int) -> None:
     if prompt_tokens >= context:
         raise GenerationError(
             f"the prompt has {prompt_tokens} tokens and the context is {context}, which leaves no room for an answer: "
-            "shorten the prompt or raise --ctx"
+            "shorten the prompt, or raise --ctx where the model has more positions"
         )
 
 

@@ -34,12 +34,13 @@ class Sampler:
         options = self._options
         if options.temperature == 0:
             return int(logits.argmax())
-        scaled = logits.cpu() / options.temperature
-        ordered, order = scaled.sort(descending=True, stable=True)
+        logits = logits.cpu()
+        # Against the largest logit, because a tiny temperature would make infinities of both and nothing of their difference.
+        ordered, order = ((logits - logits.max()) / options.temperature).sort(descending=True, stable=True)
         if options.top_k:
             ordered = ordered[: options.top_k]
         shares = ordered.softmax(dim=0)
-        before = shares.cumsum(dim=0) - shares
-        # The most likely token has nothing before it, so one always remains.
-        shares = shares.masked_fill(before >= options.top_p, 0.0)
+        excluded = shares.cumsum(dim=0) - shares >= options.top_p
+        excluded[0] = False  # the most likely token remains, however small top_p is
+        shares = shares.masked_fill(excluded, 0.0)
         return int(order[torch.multinomial(shares, 1, generator=self._generator)])

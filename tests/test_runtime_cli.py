@@ -105,6 +105,13 @@ def test_the_context_ends_the_answer(workspace: Workspace, run: Callable[..., Re
     assert "the context of 8 tokens ends the answer" in result.stderr
 
 
+def test_at_the_models_limit_no_larger_context_is_advised(workspace: Workspace, run: Callable[..., Result]) -> None:
+    """Advice that the next call refuses."""
+    errors = run(pi_run, workspace.path, "-p", "Hello", "-n", 500).stderr
+    assert "the context of 128 tokens ends the answer" in errors
+    assert "raise --ctx" not in errors
+
+
 def test_generation_stops_at_the_end_token(workspace: Workspace, run_json: Callable[..., dict[str, Any]]) -> None:
     """Text that runs on behind the model's end of text."""
     ids = run_json(pi_run, workspace.path, "-p", "Hello", "-n", 12)["token_ids"]
@@ -151,6 +158,8 @@ def test_refusals(workspace: Workspace, refuses: Refuses, options: list[object],
         ["-p", "a", "--top-p", 1.5],
         ["-p", "a", "--mode", "fast"],
         ["-p", "a", "--threads", 0],
+        ["-p", "a", "--seed", 2**64],
+        ["-p", "a\udcff"],
         ["-p", "a", "--ctx", 1],
     ],
 )

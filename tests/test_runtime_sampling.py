@@ -45,6 +45,16 @@ def test_top_p_keeps_the_smallest_set_that_reaches_p(top_p: float, allowed: set[
     assert {token for token, share in enumerate(shares.tolist()) if share > 0} == allowed
 
 
+@pytest.mark.parametrize(
+    "options",
+    [SamplingOptions(temperature=1e-40), SamplingOptions(temperature=1.0, top_p=1e-300)],
+    ids=["cold", "narrow"],
+)
+def test_extreme_options_are_greedy(options: SamplingOptions) -> None:
+    """An infinity, or a nucleus of no token, where only the most likely one is meant."""
+    assert {Sampler(options)(LOGITS * 50) for _ in range(20)} == {1}
+
+
 def test_the_seed_decides() -> None:
     """Text that cannot be reproduced."""
     options = [SamplingOptions(temperature=1.0, seed=seed) for seed in (7, 7, 8)]
