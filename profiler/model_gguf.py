@@ -126,6 +126,11 @@ class GgufModel:
         fc1, fc2 = predictor_names(layer)
         return self._read(fc1), self._read(fc2)
 
+    def predictor_widths(self) -> list[int] | None:
+        """Width r of each layer's predictor; None in a file without them."""
+        widths = [self.file.tensors[predictor_names(layer)[0]].shape[0] for layer in range(self.num_predictors)]
+        return widths or None
+
     def dtype(self) -> "torch.dtype":
         """The floating type nearest to what the FFN weights are stored in: F16 for quantised ones."""
         import torch

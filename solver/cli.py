@@ -88,6 +88,7 @@ def main(
     """
     from pi_toolkit.predictor_training.predictor_file import read_hidden_sizes
     from pi_toolkit.profiler import activation_stats
+    from pi_toolkit.profiler.model_gguf import GgufModel
     from pi_toolkit.profiler.workspace import Workspace, read_model
 
     from . import gpuidx
@@ -106,7 +107,9 @@ def main(
     if stats.fingerprint is None:
         note("the firing counts state no model fingerprint: they were checked by their shapes alone")
     predictor_hidden = None
-    if place_in.predictor.exists():
+    if place_in.is_file:
+        predictor_hidden = GgufModel(place_in.path).predictor_widths()
+    elif place_in.predictor.exists():
         predictor_hidden = read_hidden_sizes(place_in.predictor, shape.hidden_size, shape.ffn_sizes, record.fingerprint)
     request = PlacementRequest(
         vram_bytes=_gpu_memory_bytes(machine, vram),
@@ -162,7 +165,7 @@ def stored_dtype(workspace: "Workspace", record: "ModelRecord", model: str | Non
     """The type the checkpoint's FFN weights are stored in; bfloat16, announced, where there is no checkpoint here."""
     from pi_toolkit.profiler.workspace import open_checkpoint
 
-    if model is None and not Path(record.model).is_dir():
+    if model is None and not Path(record.model).exists():
         note("the weights are not on this disk, so sizes are those of bfloat16: choose with --dtype")
         return "bfloat16"
     name = str(open_checkpoint(workspace, record, model).dtype()).removeprefix("torch.")

@@ -123,6 +123,8 @@ def test_a_file_can_be_placed(run_json, workspace, tmp_path):
     run_json(pi_convert, workspace.path, "-o", out)
     options = ["--vram", "0.001", "--reserve", "0", "--dtype", "float32"]
     result = run_json(pi_place, out, *options)
+    in_workspace = run_json(pi_place, workspace.path, *options)
+    assert {**result, "gpuidx": 0, "seconds": 0} == {**in_workspace, "gpuidx": 0, "seconds": 0}
     assert result["gpuidx"] == str(out) + ".generated.gpuidx"
     assert text_of(run_json, out)
 
