@@ -87,9 +87,8 @@ def main(
     prompt_ids = engine.tokenizer(prompt)["input_ids"]
     check_prompt(len(prompt_ids), context)
     if len(prompt_ids) + new_tokens > context:
-        note(
-            f"the context of {context} tokens ends the answer after {context - len(prompt_ids)} tokens: raise --ctx for more"
-        )
+        advice = ": raise --ctx for more" if context < engine.record.shape.max_positions else ""
+        note(f"the context of {context} tokens ends the answer after {context - len(prompt_ids)} tokens{advice}")
 
     stream = TextStream(engine.tokenizer, prompt_ids)
     click.echo(prompt, nl=False)
