@@ -15,6 +15,7 @@
 GiB are 2^30 bytes, GB/s are 10^9 bytes per second. Unknown keys are errors. Comments carry each number's source.
 """
 
+import json
 import math
 import tomllib
 from collections.abc import Mapping
@@ -23,6 +24,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from .atomic_write import atomic_file
 from .errors import HardwareError
 
 FORMAT, VERSION = "powerinfer-toolkit/hardware", 1
@@ -111,6 +113,51 @@ def parse_hardware(text: str, source: str) -> Hardware:
         if gpu
         else None,
     )
+
+
+def write_hardware(path: Path, hardware: Hardware, sources: Mapping[str, str]) -> None:
+    """Write *hardware* as a TOML file, atomically; *sources* are the comments, by ``cpu.memory_gib`` and the like.
+
+    Raises ``HardwareError`` for numbers that no reader would take.
+    """
+    text = format_hardware(hardware, sources)
+    parse_hardware(text, str(path))
+    with atomic_file(path) as temporary:
+        temporary.write_text(text, "utf-8")
+
+
+def format_hardware(hardware: Hardware, sources: Mapping[str, str]) -> str:
+    """Inverse of :func:`parse_hardware` up to the digits a person wants to read."""
+    tables: dict[str, dict[str, str | float]] = {
+        "cpu": {
+            "name": hardware.cpu_name,
+            "memory_gib": hardware.cpu_memory_bytes / GIB,
+            "bandwidth_gb_per_second": hardware.cpu_bytes_per_second / 1e9,
+        }
+    }
+    if gpu := hardware.gpu:
+        tables["gpu"] = {
+            "name": gpu.name,
+            "memory_gib": gpu.memory_bytes / GIB,
+            "bandwidth_gb_per_second": gpu.bytes_per_second / 1e9,
+            "pcie_gb_per_second": gpu.pcie_bytes_per_second / 1e9,
+            "sync_seconds": gpu.sync_seconds,
+            "reserve_gib": gpu.reserve_bytes / GIB,
+        }
+    lines = [f"format = {_toml(FORMAT)}", f"version = {VERSION}", f"name = {_toml(hardware.name)}"]
+    for table, entries in tables.items():
+        lines += ["", f"[{table}]"]
+        for key, value in entries.items():
+            source = sources.get(f"{table}.{key}")
+            lines.append(f"{key} = {_toml(value)}" + (f"  # {source}" if source else ""))
+    return "\n".join(lines) + "\n"
+
+
+def _toml(value: str | float) -> str:
+    """A JSON string without control characters is a TOML one; numbers to four digits or more."""
+    if isinstance(value, str):
+        return json.dumps("".join(sign for sign in value if sign.isprintable()), ensure_ascii=False)
+    return f"{value:.6g}"
 
 
 def _table(content: Mapping[str, Any], key: str, keys: set[str], source: str) -> Mapping[str, Any]:

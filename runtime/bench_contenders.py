@@ -5,6 +5,7 @@ prompt's time. Everything heavy is imported where a contender is opened, in its 
 """
 
 import importlib.metadata
+import inspect
 import json
 import time
 from dataclasses import dataclass
@@ -12,16 +13,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pi_toolkit.profiler.errors import BenchmarkError
+from pi_toolkit.profiler.model_gguf import GgufModel
+from pi_toolkit.profiler.model_gguf_layout import layer_name, shared_name
 from pi_toolkit.profiler.workspace import Workspace
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from .bench_bytes import Touched
     from .kernels.sparse_ffn_reference import Mode
 
 
 @dataclass(frozen=True)
 class Task:
-    """``prompt`` token ids, then ``steps`` decoding steps; for ourselves in ``mode``, at a made-up ``density`` or as it is."""
+    """``prompt`` token ids, then ``steps`` decoding steps; ``mode`` and ``density``, made up or the model's own, are ours."""
 
     prompt: tuple[int, ...]
     steps: int
@@ -158,13 +163,20 @@ class LlamaCpp:
             raise BenchmarkError(
                 f"llama.cpp does not load {str(recipe.file)!r} ({error}): write a dense file with pi-convert"
             ) from error
-        self._system = xllamacpp.get_system_info()
+        self._file, self._system = recipe.file, xllamacpp.get_system_info()
 
     def facts(self) -> dict[str, Any]:
+        """Bytes of the file's tensors but for the embedding, of which a token reads one row; keys and values are F16."""
+        model = GgufModel(self._file)
+        sizes = {name: tensor.num_bytes for name, tensor in model.file.tensors.items()}
+        embedding = 0 if model.shape.tied_embeddings else sizes[shared_name("embedding.weight")]
         features = [part.strip() for part in self._system.replace("CPU :", "").split("|")]
         return {
             "version": f"xllamacpp {importlib.metadata.version('xllamacpp')}",
             "instruction_set": " ".join(part.removesuffix(" = 1") for part in features if part.endswith(" = 1")),
+            "kind": model.file.tensors[layer_name(model.shape, "GGUF", 0, "up.weight")].type.name.lower(),
+            "bytes_per_token": sum(sizes.values()) - embedding,
+            "cache_bytes_per_position": 4 * model.shape.num_layers * model.shape.num_kv_heads * model.shape.head_dim,
         }
 
     def time(self, task: Task) -> Timing:
@@ -192,7 +204,7 @@ class TransformersRecipe:
 
     @property
     def title(self) -> str:
-        return f"transformers:{Path(self.directory).name} ({self.dtype})"
+        return f"transformers:{Path(self.directory).name}"
 
     def open(self) -> "Transformers":
         return Transformers(self)
@@ -213,27 +225,70 @@ class Transformers:
             ).eval()
         except (OSError, ValueError) as error:
             raise BenchmarkError(
-                f"transformers does not load {recipe.directory!r} ({str(error).splitlines()[0]}): give a Hugging Face directory"
+                f"transformers does not load {recipe.directory!r} ({str(error).splitlines()[0]}): give a Hugging Face "
+                "directory"
             ) from error
+        named = inspect.signature(self._model.forward).parameters
+        self._cache_name = "cache" if "cache" in named else "past_key_values"  # renamed on the way to transformers 6
 
     def facts(self) -> dict[str, Any]:
-        config, count = self._model.config, sum(p.nbytes for p in self._model.parameters())
-        embedding = 0 if config.tie_word_embeddings else self._model.get_input_embeddings().weight.nbytes
+        config, num_bytes = self._model.config, sum(part.nbytes for part in self._model.parameters())
+        embedding = self._model.get_input_embeddings().weight
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         return {
             "version": f"transformers {importlib.metadata.version('transformers')}",
-            "weight_bytes": count,
-            "bytes_per_token": count - embedding,
+            "kind": str(embedding.dtype).removeprefix("torch."),
+            "bytes_per_token": num_bytes - (0 if config.tie_word_embeddings else embedding.nbytes),
+            "cache_bytes_per_position": 2 * config.num_hidden_layers * heads * head_dim * embedding.itemsize,
         }
 
     def time(self, task: Task) -> Timing:
         import torch
+        import transformers
+
+        cache: Any = transformers.DynamicCache(config=self._model.config)
+
+        def greedy_token(ids: "Sequence[int]") -> int:
+            output = self._model(torch.tensor([ids]), use_cache=True, logits_to_keep=1, **{self._cache_name: cache})
+            return int(output.logits[0, -1].argmax())
 
         with torch.inference_mode():
             began = time.perf_counter()
-            output = self._model(torch.tensor([task.prompt]), use_cache=True, logits_to_keep=1)
-            tokens = [int(output.logits[0, -1].argmax())]
+            tokens = [greedy_token(task.prompt)]
             prompt_seconds, began = time.perf_counter() - began, time.perf_counter()
             for _ in range(task.steps):
-                output = self._model(torch.tensor([tokens[-1:]]), use_cache=True, past_key_values=output.past_key_values)
-                tokens.append(int(output.logits[0, -1].argmax()))
+                tokens.append(greedy_token(tokens[-1:]))
             return Timing(prompt_seconds, time.perf_counter() - began, tuple(tokens))
+
+
+@dataclass(frozen=True)
+class ReadRecipe:
+    """Sequential reading, the limit that all are measured against."""
+
+    threads: int
+    num_bytes: int
+
+    @property
+    def title(self) -> str:
+        return "read bandwidth"
+
+    def open(self) -> "Read":
+        return Read(self)
+
+
+class Read:
+    SECONDS = 0.15  # per measure and round
+
+    def __init__(self, recipe: ReadRecipe) -> None:
+        from .machine import ReadBuffer
+
+        self._threads, self._buffer = recipe.threads, ReadBuffer(recipe.num_bytes)
+
+    def facts(self) -> dict[str, Any]:
+        return {}
+
+    def bytes_per_second(self) -> tuple[float | None, float]:
+        """By the native kernels, None without them, and by torch's sum."""
+        by_kernel = self._buffer.by_kernel(self._threads, self.SECONDS)
+        return by_kernel, self._buffer.by_sum(self._threads, self.SECONDS)
