@@ -1,7 +1,7 @@
 """A model directory's tokenizer as GGUF keys: llama.cpp's own, and the whole fast tokenizer beside them.
 
-The keys are those :mod:`.gguf_tokenizer` describes. Ids of special tokens come from ``config.json``, as PowerInfer's
-converter has them, begin and end of text else from the tokenizer. ``add_bos_token`` and ``add_eos_token`` are written
+The keys are those :mod:`.gguf_tokenizer` describes. Ids of begin and end of text come from the tokenizer, others, as in
+PowerInfer's converter, from ``config.json``. ``add_bos_token`` and ``add_eos_token`` are written
 where they differ from what the engines assume. Rows of the embedding that no token has are named ``[PAD{id}]``.
 """
 
@@ -176,8 +176,8 @@ def _id_keys(tokenizer: Any, config: dict[str, Any], directory: Path, model: str
     for name, key in _ID_KEYS.items():
         found = config.get(name)
         found = found[0] if isinstance(found, list) and found else found
-        if found is None and name in ("bos_token_id", "eos_token_id"):
-            found = getattr(tokenizer, name, None)
+        if name in ("bos_token_id", "eos_token_id") and getattr(tokenizer, name, None) is not None:
+            found = getattr(tokenizer, name)  # a config written by default has ids of another vocabulary
         if isinstance(found, int) and found >= 0:
             keys.append(KeyValue(f"{KEYS}{key}_token_id", ValueType.U32, found))
     for name, added in _added_marks(tokenizer).items():

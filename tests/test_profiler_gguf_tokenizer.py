@@ -143,6 +143,16 @@ def test_cuts_have_llama_cpps_names(name, cut, byte_level_directory, texts, tmp_
     assert found(texts[:60] + ODD)["input_ids"] == load_original(directory)(texts[:60] + ODD)["input_ids"]
 
 
+def test_begin_and_end_are_the_tokenizers(byte_level_directory, tmp_path):
+    """A config.json written by default says 1 and 2 of any vocabulary, and llama.cpp would begin texts with token 1."""
+    directory = tmp_path / "hf"
+    shutil.copytree(byte_level_directory, directory)
+    (directory / "config.json").write_text('{"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 7}')
+    keys = {item.name: item.value for item in tokenizer_keys(directory, 4096)}
+    ids = [keys[f"tokenizer.ggml.{name}_token_id"] for name in ("bos", "eos", "padding")]
+    assert ids == [0, 1, 7]
+
+
 def test_an_unknown_cut_is_announced_in_the_file(byte_level_directory, tmp_path, capsys):
     """llama.cpp would cut text otherwise, and nobody would know."""
     directory = tmp_path / "hf"
