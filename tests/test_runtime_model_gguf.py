@@ -11,7 +11,7 @@ from pi_toolkit.profiler.gguf_container import TensorType, ValueType
 from pi_toolkit.profiler.model_gguf import GgufModel
 from pi_toolkit.profiler.model_gguf_layout import interleaved_rows
 from pi_toolkit.profiler.quantisation import QuantisedMatrix, dense
-from pi_toolkit.profiler.workspace import Workspace
+from pi_toolkit.profiler.workspace import Workspace, describe, open_weights, write_model
 from pi_toolkit.runtime.engine import EngineOptions, open_engine
 from pi_toolkit.runtime.generate import generate
 from pi_toolkit.runtime.model_gguf_export import ExportSource, export
@@ -82,14 +82,13 @@ def greedy(engine, length=24) -> list[int]:
     return generate(engine.decoder, [0, 5, 77, 1234, 9], length, sampler, frozenset()).token_ids
 
 
+@pytest.mark.parametrize(("kind", "dtype"), [(F32, "float32"), (F16, "float16"), (BF16, "bfloat16")])
 @pytest.mark.parametrize("magic", MAGICS)
 @pytest.mark.parametrize("family", list(CONFIGS))
-def test_a_file_runs_to_the_text_of_its_original(family, magic, tmp_path):
+def test_a_file_runs_to_the_text_of_its_original(family, magic, kind, dtype, tmp_path):
     """A file that holds the right tensors and another model: epsilon, rotary base, window, positions, heads."""
-    _, path = export_family(tmp_path, family, magic, F32)
-    options = EngineOptions(mode="dense", device="cpu", dtype="float32", context=64)
-    from pi_toolkit.profiler.workspace import describe, open_weights, write_model
-
+    _, path = export_family(tmp_path, family, magic, kind)
+    options = EngineOptions(mode="dense", device="cpu", dtype=dtype, context=64)
     workspace = Workspace(tmp_path / "ws")
     directory = str(tmp_path / "hf")
     write_model(workspace, describe(directory, None, open_weights(directory, None)))
@@ -201,3 +200,29 @@ def test_other_quantised_types_are_dequantised_and_announced(tmp_path, capsys):
     assert "Q4_1 tensors are dequantised" in capsys.readouterr().err
     error = model.layer(1, "up.weight") - GgufModel(path).layer(1, "up.weight")
     assert 0 < error.abs().max() < 0.1
+
+
+def test_types_that_powerinfers_quantiser_writes(tmp_path, capsys):
+    """Its files other than Q4_0 have Q5_0 predictors, and wide ones a Q6_K head."""
+    import gguf
+
+    source, path = export_family(tmp_path, "llama", "PWRI", F16, hidden_size=256, num_attention_heads=8)
+    file = gguf_container.read(path, "PWRI")
+    infos, arrays = [], []
+    for info in file.tensors.values():
+        data = file.data(info.name)
+        if ".fc1." in info.name or ".fc2." in info.name:
+            info = gguf_container.TensorInfo(info.name, info.shape, TensorType.Q5_0)
+            data = gguf.quants.quantize(data.astype(np.float32), gguf.GGMLQuantizationType.Q5_0)
+        if info.name == "output.weight":
+            info = gguf_container.TensorInfo(info.name, info.shape, TensorType.Q6_K)
+            data = np.random.default_rng(0).integers(0, 40, (info.shape[0], info.num_bytes // info.shape[0]), np.uint8)
+        infos.append(info)
+        arrays.append(data)
+    mixed = tmp_path / "mixed.powerinfer.gguf"
+    gguf_container.write(mixed, "PWRI", list(file.key_values.values()), infos, arrays)
+    engine = open_engine(Workspace(mixed), EngineOptions(device="cpu", dtype="float32", context=32))
+    assert "Q5_0, Q6_K tensors are dequantised" in capsys.readouterr().err
+    assert len(greedy(engine, 4)) == 4
+    fc1, _ = GgufModel(mixed).predictor(0)
+    assert (fc1 - source.predictors.fc1[0].float()).abs().max() < 0.05
