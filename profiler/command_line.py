@@ -8,7 +8,9 @@ import errno
 import json
 import math
 import re
+import signal
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +18,8 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 import click
+
+from .atomic_write import published
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -29,11 +33,12 @@ class ToolkitCommand(click.Command):
 
     def invoke(self, context: click.Context) -> Any:
         try:
-            return super().invoke(context)
+            with _terminated_like_interrupted():
+                return super().invoke(context)
         except KeyboardInterrupt:
-            raise click.ClickException(
-                "interrupted before the end: no output was changed, run the command again"
-            ) from None
+            written = ", ".join(repr(str(path)) for path in published(context))
+            changed = f"{written} was already written" if written else "no output was changed"
+            raise click.ClickException(f"interrupted before the end: {changed}, run the command again") from None
         except OSError as error:
             if error.errno == errno.EPIPE:
                 raise  # click ends quietly when the reader of a pipe has gone
@@ -42,14 +47,27 @@ class ToolkitCommand(click.Command):
                 f"{error.strerror or error}{where}: check that the path is readable or writable and that the disk has room"
             ) from error
         except (MemoryError, RuntimeError) as error:
-            if not _is_out_of_memory(error):
+            if not is_out_of_memory(error):
                 raise
             raise click.ClickException(
                 "out of memory: lower --batch-size, --window or --tokens, or use --dtype bfloat16"
             ) from error
 
 
-def _is_out_of_memory(error: Exception) -> bool:
+@contextmanager
+def _terminated_like_interrupted() -> Iterator[None]:
+    """Inside the block SIGTERM is Ctrl-C, so that what ``kill``, a scheduler or a container ends is cleaned up as well."""
+    if threading.current_thread() is not threading.main_thread():  # only there handlers can be set
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
+
+
+def is_out_of_memory(error: Exception) -> bool:
     """Torch raises subclasses of ``RuntimeError`` for a GPU and ``RuntimeError`` itself for a CPU."""
     return isinstance(error, MemoryError) or any(
         words in str(error) for words in ("out of memory", "can't allocate memory")
@@ -65,7 +83,7 @@ class CountType(click.ParamType):
     def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> int:
         if isinstance(value, int):
             return value
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmMgG]?)", value.strip()) if len(value) < 100 else None
+        match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([kKmMgG]?)", value.strip()) if len(value) < 100 else None
         if not match:
             self.fail(f"{value!r} is not a count: write for example 200k or 1M", param, context)
         number = Fraction(match[1]) * 1000 ** " kmg".index(match[2].lower() or " ")
@@ -89,7 +107,7 @@ class FiniteFloatType(click.ParamType):
 
     def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> float:
         try:
-            number = float(value)
+            number = float(value) if str(value).isascii() else math.nan
         except ValueError:
             self.fail(f"{value!r} is not a number", param, context)
         too_low = number <= self.minimum if self.exclusive else number < self.minimum

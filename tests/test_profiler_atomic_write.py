@@ -1,11 +1,24 @@
 """Outputs appear complete or not at all, and no temporary name survives whatever interrupts the writing."""
 
+import os
+import subprocess
+import sys
+import time
 from contextlib import AbstractContextManager
 from pathlib import Path
 
+import click
 import pytest
 
-from pi_toolkit.profiler.atomic_write import atomic_directory, atomic_file, check_writable
+from pi_toolkit.profiler import atomic_write
+from pi_toolkit.profiler.atomic_write import (
+    atomic_directory,
+    atomic_file,
+    check_writable,
+    published,
+    remove_stale,
+    temporary_directory,
+)
 from pi_toolkit.profiler.errors import WorkspaceError
 from pi_toolkit.profiler.json_file import write_json
 
@@ -67,6 +80,15 @@ def test_interruption_leaves_what_was_there(
 
 
 @pytest.mark.parametrize("kind", ["file", "directory"])
+def test_failed_first_output_takes_its_new_folders_along(tmp_path: Path, kind: str) -> None:
+    """Prevents an empty workspace from a run that failed, which the next command then calls incomplete."""
+    (tmp_path / "old").mkdir()
+    with pytest.raises(OSError), writer(kind, tmp_path / "old" / "new" / "newer" / "output"):
+        raise OSError(28, "No space left on device")
+    assert names(tmp_path) == ["old"] and names(tmp_path / "old") == []
+
+
+@pytest.mark.parametrize("kind", ["file", "directory"])
 @pytest.mark.parametrize("interruption", INTERRUPTIONS, ids=lambda error: type(error).__name__)
 def test_interruption_of_each_step_of_the_exchange(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, interruption: BaseException
@@ -74,6 +96,7 @@ def test_interruption_of_each_step_of_the_exchange(
     """Prevents the old output from being gone when the new one could not take its place."""
     path, real_rename = tmp_path / "output", Path.rename
     write(kind, path, "old")
+    monkeypatch.setattr(atomic_write, "_exchange", lambda *_: False)
     for step in ("_sync", "rename", "second rename"):
         calls: list[int] = []
 
@@ -126,6 +149,125 @@ def test_file_and_link_in_place_of_a_directory_leave_no_debris(tmp_path: Path) -
         assert content_of("directory", tmp_path / name) == "new"
     assert content_of("directory", elsewhere) == "theirs"
     assert names(tmp_path) == ["elsewhere", "file", "link"]
+
+
+def test_existing_directory_is_exchanged_in_one_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prevents a kill between two renames from leaving no directory at all, where the system can do better."""
+    if not sys.platform.startswith("linux"):
+        pytest.skip("only Linux exchanges two names")
+    write("directory", tmp_path / "output", "old")
+    monkeypatch.setattr(atomic_write, "_move", lambda *_: pytest.fail("moved in two steps"))
+    write("directory", tmp_path / "output", "new")
+    assert content_of("directory", tmp_path / "output") == "new"
+    assert names(tmp_path) == ["output"]
+
+
+def test_directory_is_replaced_where_names_cannot_be_exchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prevents systems and file systems without that step from being unable to write a second time."""
+    monkeypatch.setattr(atomic_write, "_exchange", lambda *_: False)
+    for content in ("old", "new"):
+        write("directory", tmp_path / "output", content)
+        assert content_of("directory", tmp_path / "output") == content
+        assert names(tmp_path) == ["output"]
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+def test_two_writers_of_a_directory_end_in_one_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchange: bool
+) -> None:
+    """Prevents a traceback, a mixture or debris when two runs finish at the same time, in the middle of the other."""
+    path, real_move = tmp_path / "output", atomic_write._move
+
+    def overtaken(temporary: Path, target: Path) -> None:
+        monkeypatch.setattr(atomic_write, "_move", real_move)
+        write("directory", target, "first")
+        temporary.rename(target)
+
+    if not exchange:
+        monkeypatch.setattr(atomic_write, "_exchange", lambda *_: False)
+    monkeypatch.setattr(atomic_write, "_move", overtaken)
+    with pytest.raises(WorkspaceError, match="was written by another command at the same time: run this one again"):
+        write("directory", path, "second")
+    assert content_of("directory", path) == "first"
+    assert names(tmp_path) == ["output"]
+
+
+def dead_process() -> int:
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        pass
+    return process.pid
+
+
+def test_what_killed_commands_left_is_removed(tmp_path: Path) -> None:
+    """Prevents gigabytes of samples from staying in a workspace for ever after ``kill -9``, and the removal of anything
+    else: what is being written now, by another machine or by hand."""
+    ours, dead = f".tmp-{atomic_write._here()}", dead_process()
+    left = {f"{ours}-{dead}-{'0' * 12}": True, f"{ours}-{dead}-{'1' * 12}": False}
+    kept = [f"{ours}-{os.getpid()}-{'2' * 12}", f".tmp-{'f' * 8}-{dead}-{'3' * 12}", ".tmp-mine", ".tmp-0123456789ab"]
+    kept += [f"{ours}-{dead}-{'4' * 12}.bak", f"{ours}-{'9' * 50}-{'5' * 12}"]
+    young = f"{ours}-{dead}-{'6' * 12}"
+    for name in (*left, *kept, young):
+        fill("directory" if left.get(name) else "file", _made(tmp_path / name, left.get(name, False)), "samples")
+        if name != young:
+            os.utime(tmp_path / name, (time.time() - 3600,) * 2)
+    check_writable(tmp_path / "output")
+    assert names(tmp_path) == sorted([*kept, young])
+
+
+def _made(path: Path, directory: bool) -> Path:
+    if directory:
+        path.mkdir()
+    return path
+
+
+def test_stale_link_is_removed_and_not_followed(tmp_path: Path) -> None:
+    """Prevents the removal of something elsewhere through a link with a stale name."""
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "file").touch()
+    link = tmp_path / f".tmp-{atomic_write._here()}-{dead_process()}-{'0' * 12}"
+    link.symlink_to(tmp_path / "elsewhere")
+    os.utime(link, (0, 0), follow_symlinks=False)
+    remove_stale(tmp_path)
+    assert names(tmp_path) == ["elsewhere"] and names(tmp_path / "elsewhere") == ["file"]
+
+
+def test_temporary_directory_goes_with_its_block(tmp_path: Path) -> None:
+    """Prevents samples from surviving the command that drew them."""
+    with pytest.raises(KeyboardInterrupt), temporary_directory(tmp_path) as directory:
+        (directory / "sample").touch()
+        raise KeyboardInterrupt
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("existing", [False, True])
+@pytest.mark.parametrize("kind", ["file", "directory"])
+def test_only_outputs_in_place_are_reported(tmp_path: Path, kind: str, existing: bool) -> None:
+    """Prevents "no output was changed" after one was, and the opposite for one that only was about to be."""
+    path = tmp_path / "output"
+    if existing:
+        write(kind, path, "old")
+    with click.Context(click.Command("test")) as context:
+        with pytest.raises(KeyboardInterrupt), writer(kind, path) as temporary:
+            fill(kind, temporary, "half")
+            write_json((temporary if kind == "directory" else tmp_path) / "inner.json", {})
+            raise KeyboardInterrupt
+        assert published(context) == ([] if kind == "directory" else [tmp_path / "inner.json"])
+        write(kind, path, "new")
+        assert path in published(context)
+
+
+@pytest.mark.parametrize(
+    ("kind", "there"), [("file", "folder"), ("file", "link"), ("file", "pipe"), ("directory", "file")]
+)
+def test_output_of_another_kind_is_refused_at_once(tmp_path: Path, kind: atomic_write.Kind, there: str) -> None:
+    """Prevents replacing a device, a pipe or a link by a file, and a user's file by a directory."""
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(WorkspaceError, match=r"is (a directory|no regular .*): move it away or choose another name"):
+        check_writable(tmp_path / there, kind=kind)
+    check_writable(tmp_path / ("file" if kind == "file" else "folder"), kind=kind)
 
 
 def test_two_writers_do_not_share_a_temporary(tmp_path: Path) -> None:

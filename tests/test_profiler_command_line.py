@@ -1,17 +1,23 @@
 """What the commands share: exact counts, finite numbers, and ``--help`` without the wait."""
 
+import os
+import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
+from pathlib import Path
 
 import click
 import pytest
 
+from pi_toolkit.profiler.atomic_write import atomic_file
 from pi_toolkit.profiler.cli import main
-from pi_toolkit.profiler.command_line import CountType, FiniteFloatType, emit_json
+from pi_toolkit.profiler.command_line import CountType, FiniteFloatType, ToolkitCommand, emit_json
 
 
-@pytest.mark.parametrize("tokens", ["0", "-5", "abc", "", "1.5", "0.0001k", "nan", "1e6", "9" * 50, "9" * 500])
+@pytest.mark.parametrize("tokens", ["0", "-5", "abc", "", "1.5", "0.0001k", "nan", "1e6", "9" * 50, "9" * 500, "٣"])
 def test_malformed_token_count_is_a_usage_error(refuses: Callable[..., str], tokens: str) -> None:
     """Prevents an endless or empty run, or a traceback, from a slip of the keyboard."""
     message = refuses(main, "model", f"--tokens={tokens}", exit_code=2)
@@ -27,7 +33,7 @@ def test_token_counts_are_exact(text: str, count: int) -> None:
     assert CountType().convert(text, None, None) == count
 
 
-@pytest.mark.parametrize("text", ["nan", "inf", "-inf", "-1", "0", "1.01", "x", ""])
+@pytest.mark.parametrize("text", ["nan", "inf", "-inf", "-1", "0", "1.01", "x", "", "٠.٥"])
 def test_number_out_of_range_is_refused(text: str) -> None:
     """Prevents nan, which passes every comparison that click makes, from reaching a computation."""
     with pytest.raises(click.BadParameter):
@@ -38,6 +44,39 @@ def test_number_out_of_range_is_refused(text: str) -> None:
 def test_number_in_range_is_taken(text: str, number: float) -> None:
     """Prevents the bound itself, or a number in another notation, from being refused."""
     assert FiniteFloatType().convert(text, None, None) == number
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ended_from_outside_is_one_sentence(refuses: Callable[..., str], tmp_path: Path, number: int) -> None:
+    """Prevents ``kill`` and schedulers from leaving temporary files, and ``no output was changed`` after one was."""
+
+    @click.command(cls=ToolkitCommand)
+    @click.option("--write", is_flag=True)
+    def command(write: bool) -> None:
+        if write:
+            with atomic_file(tmp_path / "output") as temporary:
+                temporary.touch()
+        with atomic_file(tmp_path / "unfinished") as temporary:
+            temporary.touch()
+            os.kill(os.getpid(), number)
+            time.sleep(10)
+
+    before = signal.getsignal(signal.SIGTERM)
+    assert refuses(command) == "Error: interrupted before the end: no output was changed, run the command again"
+    assert not list(tmp_path.iterdir())
+    message = refuses(command, "--write")
+    assert message.endswith(f"{str(tmp_path / 'output')!r} was already written, run the command again")
+    assert [path.name for path in tmp_path.iterdir()] == ["output"]
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_command_runs_outside_the_main_thread(run: Callable[..., object]) -> None:
+    """Prevents programs that call a command in a thread, where signals cannot be handled, from failing."""
+    results: list[object] = []
+    thread = threading.Thread(target=lambda: results.append(run(click.command(cls=ToolkitCommand)(lambda: None))))
+    thread.start()
+    thread.join()
+    assert getattr(results[0], "exit_code", None) == 0, results
 
 
 def test_json_line_is_strict(capsys: pytest.CaptureFixture[str]) -> None:
