@@ -66,9 +66,12 @@ def main(
 ) -> None:
     """Continue a text with the model of WORKSPACE, hot neurons on the GPU, cold ones on the CPU, silent ones skipped.
 
+    A model file, X.powerinfer.gguf or a dense X.gguf, stands for a workspace.
+
     \b
     Example:
       pi-run opt-6.7b-pi -p "Once upon a time" -n 128
+      pi-run opt-6.7b.powerinfer.gguf -p "Once upon a time"
     """
     import torch
 
