@@ -169,6 +169,31 @@ def test_pi_run_names_what_is_wrong_with_a_file(content, message, refuses, tmp_p
     assert message in refuses(pi_run, path, "-p", "x")
 
 
+def resident_file_bytes() -> int:
+    """Bytes of mapped files that are in this process's memory."""
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(fields["RssFile"].split()[0]) * 1024
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="resident memory is read from /proc")
+def test_tensors_leave_the_memory_when_the_next_is_read(tmp_path):
+    """A loaded model and its whole file in memory at once."""
+    sizes = dict(hidden_size=512, intermediate_size=4096, num_hidden_layers=4, vocab_size=64)
+    checkpoint = Checkpoint(save_family(tmp_path / "hf", "llama", **sizes))
+    path = tmp_path / "x.gguf"
+    export(path, "GGUF", ExportSource(checkpoint, "x", checkpoint.fingerprint(), None, []), TensorType.F32)
+    del checkpoint
+    model, before = GgufModel(path), resident_file_bytes()
+    largest = 4 * 512 * 4096
+    peak = 0
+    for layer in range(4):
+        for role in ("gate.weight", "up.weight", "down.weight"):
+            model.layer(layer, role).sum()
+            peak = max(peak, resident_file_bytes() - before)
+    assert path.stat().st_size > 12 * largest
+    assert peak < 3 * largest
+
+
 def mutate(content: bytes, header_bytes: int, source: random.Random) -> bytes:
     """One damage: bytes, a whole number that means trouble, a piece cut out, doubled or moved, or the end cut off."""
     damaged = bytearray(content)
