@@ -120,9 +120,11 @@ def allocate(rows: int, bytes_per_row: int, device: "torch.device") -> "torch.Te
     size = rows * bytes_per_row
     if device.type != "cpu" or size < HUGE_PAGE:
         return torch.empty(rows, bytes_per_row, dtype=torch.uint8, device=device)
-    memory = mmap.mmap(-1, _padded(size, HUGE_PAGE))
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
+    if not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.empty(rows, bytes_per_row, dtype=torch.uint8)
+    # Private, because shared memory, mmap's default, gets no huge pages.
+    memory = mmap.mmap(-1, _padded(size, HUGE_PAGE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8, count=size).view(rows, bytes_per_row)
 
 

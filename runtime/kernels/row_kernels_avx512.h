@@ -109,17 +109,26 @@ inline __m512i load_16_bytes(const uint8_t* address) {
 
 inline void add_to(float* y, __m512 v) { _mm512_storeu_ps(y, _mm512_add_ps(_mm512_loadu_ps(y), v)); }
 
+// All lanes get lane `index` of v.
+inline __m512 spread_one(__m512 v, int64_t index) { return _mm512_permutexvar_ps(_mm512_set1_epi32(int(index)), v); }
+
+// Scales of the 16 blocks from `block` on, times a; garbage where the row has fewer.
+inline __m512 scaled(float a, const uint8_t* row, int64_t block) {
+    return _mm512_mul_ps(_mm512_set1_ps(a), load_scales(row, block, 0xffff));
+}
+
 // A nibble is looked up in the table of its block's 16 possible products, which saves a conversion and a multiplication.
 void axpy_q4(float* y, float a, const uint8_t* row, int64_t columns, const uint8_t* next) {
     const int64_t groups = padded(columns, GROUP) / GROUP, head = scales_bytes(columns);
     const uint8_t* quants = row + head;
     const __m512 steps = _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
-    const __m512 factor = _mm512_mul_ps(_mm512_set1_ps(a), steps);
+    __m512 scales = _mm512_setzero_ps();
     for (int64_t line = 0; line < head; line += LINE) fetch(next + line);
     for (int64_t group = 0; group < groups; ++group) {
+        if (group % 4 == 0) scales = scaled(a, row, 4 * group);
         fetch(next + head + LINE * group);
         __m512 products[4];
-        for (int b = 0; b < 4; ++b) products[b] = _mm512_mul_ps(factor, _mm512_set1_ps(load_scale(row, 4 * group + b)));
+        for (int b = 0; b < 4; ++b) products[b] = _mm512_mul_ps(steps, spread_one(scales, 4 * (group % 4) + b));
         for (int quarter = 0; quarter < 4; ++quarter) {
             const __m512i bytes = load_16_bytes(quants + LINE * group + 16 * quarter);
             float* at = y + GROUP * group + 16 * quarter;
@@ -132,10 +141,12 @@ void axpy_q4(float* y, float a, const uint8_t* row, int64_t columns, const uint8
 void axpy_q8(float* y, float a, const uint8_t* row, int64_t columns, const uint8_t* next) {
     const int64_t head = scales_bytes(columns);
     const uint8_t* quants = row + head;
+    __m512 scales = _mm512_setzero_ps();
     for (int64_t line = 0; line < head; line += LINE) fetch(next + line);
     for (int64_t b = 0; b < padded(columns, GROUP) / BLOCK; ++b) {
+        if (b % 16 == 0) scales = scaled(a, row, b);
         fetch(next + head + BLOCK * b);
-        const __m512 factor = _mm512_set1_ps(a * load_scale(row, b));
+        const __m512 factor = spread_one(scales, b % 16);
         for (int half = 0; half < 2; ++half) {
             const int64_t i = BLOCK * b + 16 * half;
             const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(quants + i));

@@ -2,8 +2,12 @@
 // Included by every row_kernels_*.cpp, so that each compiles it for its own instruction set.
 
 #pragma once
+#include <algorithm>
 #include <cmath>
 #include <cstring>
+#if defined(__F16C__)
+#include <immintrin.h>
+#endif
 
 #include "row_kernels.h"
 
@@ -23,10 +27,15 @@ inline float load_scalar(const uint8_t* row, int64_t i) {
     }
 }
 
+// In files compiled for F16C one instruction: by hand the scales took three quarters of a Q4_0 row's time.
 inline float load_scale(const uint8_t* row, int64_t block) {
     uint16_t bits;
     std::memcpy(&bits, row + 2 * block, 2);
+#if defined(__F16C__)
+    return _cvtsh_ss(bits);
+#else
     return half_to_float(bits);
+#endif
 }
 
 template <WeightType type>

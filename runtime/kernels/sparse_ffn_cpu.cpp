@@ -9,6 +9,7 @@ namespace pi {
 namespace {
 
 constexpr int64_t FFN_CHUNKS = 16;          // of 2048 floats each: 128 KB of partial sums, which stay in the L2 cache
+constexpr int64_t AHEAD = 8192;             // bytes fetched ahead of the row that is worked on
 constexpr int64_t MULTIPLY_BYTES = 1 << 16;  // of weights per chunk
 
 // One chunk's neurons begin..end and the buffers it may use.
@@ -32,10 +33,6 @@ inline float activation(const RowKernels& kernels, const Neurons& neurons, const
     return z * kernels.dot[int(neurons.up.type)](neurons.up.row(j), x, neurons.hidden(), next);
 }
 
-inline const uint8_t* second_row(const Neurons& neurons, int64_t j) {
-    return neurons.up.rows ? neurons.up.row(j) : neurons.down.row(j);
-}
-
 void dense_chunk(const RowKernels& kernels, const Neurons& neurons, const Input& x, const Chunk& chunk) {
     const Axpy axpy = kernels.axpy[int(neurons.down.type)];
     for (int64_t j = chunk.begin; j < chunk.end; ++j)
@@ -43,48 +40,66 @@ void dense_chunk(const RowKernels& kernels, const Neurons& neurons, const Input&
             std::max(0.0f, fires_on(kernels, neurons, x, j, neurons.first.row(std::min(j + 1, chunk.end - 1))));
     for (int64_t j = chunk.begin; j < chunk.end; ++j) {
         const int64_t following = std::min(j + 1, chunk.end - 1);
-        const float h = activation(kernels, neurons, x, j, chunk.activations[j - chunk.begin], neurons.down.row(j));
-        axpy(chunk.sums, h, neurons.down.row(j), neurons.hidden(), second_row(neurons, following));
+        const uint8_t* next_up = neurons.up.rows ? neurons.up.row(following) : nullptr;
+        const float h = activation(kernels, neurons, x, j, chunk.activations[j - chunk.begin], next_up);
+        axpy(chunk.sums, h, neurons.down.row(j), neurons.hidden(), neurons.down.row(following));
     }
+}
+
+// How many rows ahead to fetch, so that AHEAD bytes are under way.
+inline int64_t rows_ahead(int64_t bytes) { return std::max<int64_t>(1, AHEAD / bytes); }
+
+inline void fetch_row(const uint8_t* row, int64_t bytes) {
+    for (int64_t line = 0; line < bytes; line += LINE) __builtin_prefetch(row + line);
 }
 
 // Up and down rows of the neurons that fire, which are listed in chunk.active with their z in chunk.activations.
 void add_firing(const RowKernels& kernels, const Neurons& neurons, const Input& x, const Chunk& chunk, int64_t firing) {
     const Axpy axpy = kernels.axpy[int(neurons.down.type)];
-    for (int64_t k = 0; k < firing; ++k) {
-        const int64_t j = chunk.begin + chunk.active[k], following = chunk.begin + chunk.active[std::min(k + 1, firing - 1)];
-        const float h = activation(kernels, neurons, x, j, chunk.activations[k], neurons.down.row(j));
-        axpy(chunk.sums, h, neurons.down.row(j), neurons.hidden(), second_row(neurons, following));
+    const bool gated = neurons.up.rows > 0;
+    const int64_t bytes = packed_row_bytes(neurons.down.type, neurons.hidden()), ahead = rows_ahead((gated ? 2 : 1) * bytes);
+    for (int64_t k = 0; k < std::min(ahead, firing); ++k) {
+        const int64_t j = chunk.begin + chunk.active[k];
+        if (gated) fetch_row(neurons.up.row(j), bytes);
+        fetch_row(neurons.down.row(j), bytes);
     }
+    for (int64_t k = 0; k < firing; ++k) {
+        const int64_t j = chunk.begin + chunk.active[k], following = chunk.begin + chunk.active[std::min(k + ahead, firing - 1)];
+        const float h = activation(kernels, neurons, x, j, chunk.activations[k], gated ? neurons.up.row(following) : nullptr);
+        axpy(chunk.sums, h, neurons.down.row(j), neurons.hidden(), neurons.down.row(following));
+    }
+}
+
+// What decides on firing, for the neurons that `id` lists; those that fire end up in chunk.active and chunk.activations.
+template <typename Id>
+int64_t find_firing(const RowKernels& kernels, const Neurons& neurons, const Input& x, const Chunk& chunk, int64_t count,
+                    const Id& id) {
+    const int64_t bytes = packed_row_bytes(neurons.first.type, neurons.hidden()), ahead = rows_ahead(bytes);
+    int64_t firing = 0;
+    for (int64_t k = 0; k < std::min(ahead, count); ++k) fetch_row(neurons.first.row(chunk.begin + id(k)), bytes);
+    for (int64_t k = 0; k < count; ++k) {
+        const int32_t neuron = id(k), following = id(std::min(k + ahead, count - 1));
+        const float z = fires_on(kernels, neurons, x, chunk.begin + neuron, neurons.first.row(chunk.begin + following));
+        if (!(z > 0)) continue;
+        chunk.activations[firing] = z;
+        chunk.active[firing++] = neuron;  // firing <= k: what is still to be read lies behind
+    }
+    return firing;
 }
 
 void exact_chunk(const RowKernels& kernels, const Neurons& neurons, const Input& x, const Chunk& chunk) {
-    int64_t firing = 0;
-    for (int64_t j = chunk.begin; j < chunk.end; ++j) {
-        const float z = fires_on(kernels, neurons, x, j, neurons.first.row(std::min(j + 1, chunk.end - 1)));
-        if (z > 0) {
-            chunk.activations[firing] = z;
-            chunk.active[firing++] = int32_t(j - chunk.begin);
-        }
-    }
+    const int64_t firing = find_firing(kernels, neurons, x, chunk, chunk.end - chunk.begin, [](int64_t k) { return int32_t(k); });
     add_firing(kernels, neurons, x, chunk, firing);
 }
 
-// Candidate by candidate, each row fetched while the one before it is worked on.
 void predicted_chunk(const RowKernels& kernels, const Neurons& neurons, const Input& x, const Chunk& chunk,
                      const float* scores, float threshold) {
-    const Axpy axpy = kernels.axpy[int(neurons.down.type)];
     int64_t candidates = 0;
     for (int64_t k = 0; k < chunk.end - chunk.begin; ++k)
         if (scores[k] >= threshold) chunk.active[candidates++] = int32_t(k);
-    for (int64_t k = 0; k < candidates; ++k) {
-        const int64_t j = chunk.begin + chunk.active[k];
-        const int64_t following = chunk.begin + chunk.active[std::min(k + 1, candidates - 1)];
-        const float z = fires_on(kernels, neurons, x, j, second_row(neurons, j));
-        if (!(z > 0)) continue;
-        const float h = activation(kernels, neurons, x, j, z, neurons.down.row(j));
-        axpy(chunk.sums, h, neurons.down.row(j), neurons.hidden(), neurons.first.row(following));
-    }
+    const int64_t firing =
+        find_firing(kernels, neurons, x, chunk, candidates, [&](int64_t k) { return chunk.active[k]; });
+    add_firing(kernels, neurons, x, chunk, firing);
 }
 
 }  // namespace
