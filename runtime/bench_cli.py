@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pi_toolkit.profiler.command_line import (
+    FiniteFloatType,
     ToolkitCommand,
     device_option,
     emit_json,
@@ -69,7 +70,7 @@ class BaselineType(click.ParamType):
 @click.option(
     "--density",
     "densities",
-    type=ListType(click.FloatRange(0, 1, min_open=True)),
+    type=ListType(FiniteFloatType(exclusive=True, maximum=1.0)),
     help="Make these shares of the neurons fire, drawn at random: for speed alone, the text is nonsense.",
 )
 @click.option("--threads", type=click.IntRange(min=1), help="CPU threads of everybody.  [default: all cores]")

@@ -95,10 +95,10 @@ class Own:
 
     def prompt(self, text: str, tokens: int) -> tuple[int, ...]:
         """Ids of the first *tokens* tokens of *text*, which is repeated if it is shorter."""
+        if not text.strip():
+            raise BenchmarkError("the text to take prompts from is empty: give another with --text")
         ids = list(self._engine.tokenizer(text)["input_ids"])
         more = self._engine.tokenizer(f"\n{text}", add_special_tokens=False)["input_ids"]
-        if not more:
-            raise BenchmarkError("the text of the prompt has no tokens: give another with --text")
         while len(ids) < tokens:
             ids += more
         return tuple(ids[:tokens])

@@ -1,5 +1,6 @@
 """``pi-bench --machine``: measures this machine and writes its hardware file, the numbers placements are computed from."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -54,8 +55,8 @@ def measure_machine(out: Path, threads: int, as_json: bool) -> None:
         emit_json(_json(out, rows, gpu, layers))
 
 
-def _table(rows: list[dict[str, Any]]) -> dict[str, list[object]]:
-    table: dict[str, list[object]] = {
+def _table(rows: list[dict[str, Any]]) -> dict[str, Sequence[object]]:
+    table: dict[str, Sequence[object]] = {
         "threads": [row["threads"] for row in rows],
         "read GB/s": [_gigabytes(row["read"]) for row in rows],
         "by kernel": [_gigabytes(row["kernel"]) for row in rows],

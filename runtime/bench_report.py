@@ -1,5 +1,6 @@
 """What ``pi-bench`` prints: one row per contender, ratios against the baselines, the conditions; and the same as JSON."""
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -58,7 +59,7 @@ def _is_baseline(base: Entrant, mine: Entrant) -> bool:
 def print_report(benchmark: Benchmark, plan: Plan, conditions: dict[str, Any]) -> None:
     """The tables on stdout."""
     results = benchmark.results
-    table: dict[str, list[object]] = {
+    table: dict[str, Sequence[object]] = {
         "contender": [result.entrant.name for result in results],
         "decode tok/s": [f"{result.decode.median:.1f}" for result in results],
         "min–max": [f"{result.decode.minimum:.1f}–{result.decode.maximum:.1f}" for result in results],
@@ -91,7 +92,7 @@ def _print_ratios(benchmark: Benchmark, plan: Plan) -> None:
     rows = ratios(benchmark, plan)
     if not rows:
         return
-    table: dict[str, list[object]] = {
+    table: dict[str, Sequence[object]] = {
         "contender": [row["name"] for row in rows],
         "against": [row["against"] for row in rows],
         "decode": [f"{row['decode']:.2f} ×" for row in rows],

@@ -66,7 +66,7 @@ def make_recipes(setup: Setup) -> Recipes:
     record = read_model(setup.workspace)
     record.shape.require_relu()
     context = _context(setup, record)
-    modes = setup.modes or _possible_modes(setup.workspace)
+    modes = _modes(setup)
     own = [
         OwnRecipe(setup.workspace.path, dtype, context, setup.threads, setup.device, "predicted" in modes, setup.model)
         for dtype in setup.dtypes
@@ -116,10 +116,13 @@ def add_worker_facts(described: dict[str, Any], recipes: Recipes, workers: Seque
 
 
 def _context(setup: Setup, record: ModelRecord) -> int:
-    needed = max(max(setup.lengths) + 1, min(setup.lengths) + setup.steps + 1)
-    available = setup.context or record.shape.max_positions
-    if needed > available:
-        what = f"the context of {available}" if setup.context else f"the model's {available} positions"
+    needed, positions = max(max(setup.lengths) + 1, min(setup.lengths) + setup.steps + 1), record.shape.max_positions
+    if setup.context is not None and setup.context > positions:
+        raise GenerationError(
+            f"--ctx {setup.context} is beyond the model's {positions} positions: choose a smaller one"
+        )
+    if needed > (setup.context or positions):
+        what = f"the context of {setup.context}" if setup.context else f"the model's {positions} positions"
         raise GenerationError(
             f"prompts of up to {max(setup.lengths)} tokens and {setup.steps} decoded ones need {needed} positions, more than "
             f"{what}: lower -p or -n" + (", or raise --ctx" if setup.context else "")
@@ -127,13 +130,23 @@ def _context(setup: Setup, record: ModelRecord) -> int:
     return setup.context or needed
 
 
-def _possible_modes(workspace: Workspace) -> tuple[Mode, ...]:
+def _modes(setup: Setup) -> tuple[Mode, ...]:
+    workspace = setup.workspace
     inside = workspace.is_file and GgufModel(workspace.path).num_predictors > 0
-    return ("dense", "exact", "predicted") if inside or workspace.predictor.exists() else ("dense", "exact")
+    predictors = inside or workspace.predictor.exists()
+    if setup.modes and "predicted" in setup.modes and not predictors:
+        raise GenerationError(
+            f"{str(workspace.path)!r} has no predictors for --mode predicted: run pi-train-predictor, or leave it out"
+        )
+    return setup.modes or (("dense", "exact", "predicted") if predictors else ("dense", "exact"))
 
 
 def _baseline(baseline: Baseline, setup: Setup, record: ModelRecord, context: int) -> Recipe:
     if baseline.kind == "transformers":
+        if Path(baseline.model).is_absolute() and not Path(baseline.model).is_dir():
+            raise BenchmarkError(
+                f"there is no directory {baseline.model!r} for transformers: give a Hugging Face directory"
+            )
         # F16 products take torch a thousand times longer on a CPU, so that BF16 stands in for it.
         dtype = "float32" if setup.dtypes == ("float32",) else "bfloat16"
         return TransformersRecipe(baseline.model, dtype, setup.threads)

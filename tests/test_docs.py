@@ -9,6 +9,7 @@ import pytest
 
 from pi_toolkit.predictor_training.cli import main as pi_train_predictor
 from pi_toolkit.profiler.cli import main as pi_profile
+from pi_toolkit.runtime.bench_cli import main as pi_bench
 from pi_toolkit.runtime.cli import main as pi_run
 from pi_toolkit.runtime.convert_cli import main as pi_convert
 from pi_toolkit.solver.cli import main as pi_place
@@ -21,6 +22,7 @@ COMMANDS: dict[str, click.Command] = {
     "pi-place": pi_place,
     "pi-run": pi_run,
     "pi-convert": pi_convert,
+    "pi-bench": pi_bench,
 }
 CALLS = re.findall(r"^ *(?:\$ )?(pi-[a-z-]+ .+?)(?:  +#.*)?$", README, flags=re.MULTILINE)
 HELP_CALLS = [

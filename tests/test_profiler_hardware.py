@@ -1,11 +1,19 @@
 """Hardware descriptions: the presets load with their units, and every malformed file has its own sentence."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from pi_toolkit.profiler.errors import HardwareError
-from pi_toolkit.profiler.hardware import GIB, nearest_preset, parse_hardware, preset_names, read_hardware
+from pi_toolkit.profiler.hardware import (
+    GIB,
+    nearest_preset,
+    parse_hardware,
+    preset_names,
+    read_hardware,
+    write_hardware,
+)
 
 EXAMPLE = """
 format = "powerinfer-toolkit/hardware"
@@ -135,3 +143,29 @@ def test_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_bytes(b"\xff\xfe")
     with pytest.raises(HardwareError, match="is not UTF-8 text: give a TOML file"):
         read_hardware(str(tmp_path / "mine.toml"))
+
+
+@pytest.mark.parametrize("text", [EXAMPLE, CPU_ONLY])
+def test_written_files_are_read_back(tmp_path: Path, text: str) -> None:
+    """A measured machine that the reader refuses, or that has become another one."""
+    hardware = parse_hardware(text, "mine.toml")
+    path = tmp_path / "mine.toml"
+    write_hardware(path, hardware, {"cpu.memory_gib": "counted"})
+    assert parse_hardware(path.read_text("utf-8"), "mine.toml") == hardware
+    assert "memory_gib = 32  # counted" in path.read_text("utf-8")
+
+
+def test_any_name_can_be_written(tmp_path: Path) -> None:
+    """TOML broken by the name of a processor."""
+    hardware = replace(parse_hardware(CPU_ONLY, "mine.toml"), cpu_name='A "B" \\ C™ \x07')
+    write_hardware(tmp_path / "mine.toml", hardware, {})
+    assert read_hardware(str(tmp_path / "mine.toml")).cpu_name == 'A "B" \\ C™ '
+
+
+def test_nothing_is_written_that_cannot_be_read(tmp_path: Path) -> None:
+    """A file of nonsense under the name of a measured machine."""
+    with pytest.raises(HardwareError):
+        write_hardware(
+            tmp_path / "mine.toml", replace(parse_hardware(CPU_ONLY, "mine.toml"), cpu_bytes_per_second=0.0), {}
+        )
+    assert list(tmp_path.iterdir()) == []

@@ -65,7 +65,7 @@ def test_contenders_alternate_run_by_run() -> None:
 def test_dense_and_exact_must_agree() -> None:
     """Ratios of two computations that are not the same."""
     log: list[str] = []
-    with pytest.raises(BenchmarkError, match="exact f and dense f part after 1 tokens.*report this bug"):
+    with pytest.raises(BenchmarkError, match=r"exact f and dense f part after 1 tokens.*report this bug"):
         run_benchmark(entrants(log, exact=(1, 7, 3, 4, 5)), reader(), PLAN)
     assert len(log) == 4, "nothing was timed"
 
