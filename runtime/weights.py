@@ -182,6 +182,8 @@ class _Loader:
 
         def rows(role: str) -> "torch.Tensor | QuantisedMatrix":
             source = checkpoint.neuron_rows(layer, role)
+            if len(ids) == shape.ffn_sizes[layer]:  # all of them, in order
+                return source
             return source.select(ids.numpy()) if isinstance(source, QuantisedMatrix) else source[ids]
 
         up_bias = _vector(checkpoint.layer(layer, "up.bias")[ids], device) if shape.ffn_bias else None
