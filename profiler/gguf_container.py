@@ -213,7 +213,10 @@ def _padded(num_bytes: int, alignment: int) -> int:
 
 
 def _string(text: str) -> bytes:
-    encoded = text.encode()
+    try:
+        encoded = text.encode()
+    except UnicodeEncodeError as error:
+        raise GgufError(f"the text {text[:40]!a} is no valid Unicode: mend the name or the tokenizer") from error
     return struct.pack("<Q", len(encoded)) + encoded
 
 

@@ -13,6 +13,7 @@ import json
 import math
 import re
 import warnings
+from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -219,17 +220,10 @@ class GgufModel:
         return len(present) if all(present) else 0
 
     def _check_tensors(self) -> None:
-        """Every tensor that the shape asks for is there in that shape, and no other."""
-        shape = self.shape
-        expected = {shared_name(role): size for role, size in shape.shared_shapes().items()}
-        for layer in range(shape.num_layers):
-            for role, size in stored_layer_shapes(shape, self.magic, layer).items():
-                expected[self._name(layer, role)] = size
-            if self.num_predictors:
-                fc1, fc2 = predictor_names(layer)
-                width = self.file.tensors[fc1].shape[0]
-                expected |= {fc1: (width, shape.hidden_size), fc2: (shape.ffn_sizes[layer], width)}
-        for name, size in expected.items():
+        """Every tensor that the shape asks for is there in that shape, and no other; stops at the first that is not."""
+        expected = set()
+        for name, size in self._expected_tensors():
+            expected.add(name)
             info = self.file.tensors.get(name)
             if info is None:
                 raise GgufError(f"has no tensor {name!r}: {_REMEDY}")
@@ -237,8 +231,21 @@ class GgufModel:
                 raise GgufError(f"tensor {name!r} is {list(info.shape)} where the keys ask for {list(size)}: {_REMEDY}")
             if info.type == TensorType.I32 or (len(size) == 1 and info.type not in _FLOATS):
                 raise GgufError(f"tensor {name!r} is stored as {info.type.name}, which its role cannot be: {_REMEDY}")
-        if unknown := sorted(set(self.file.tensors) - set(expected)):
+        if unknown := sorted(set(self.file.tensors) - expected):
             raise GgufError(f"has tensors that are not understood ({', '.join(unknown[:3])}): use a model without them")
+
+    def _expected_tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        shape = self.shape
+        for role, size in shape.shared_shapes().items():
+            yield shared_name(role), size
+        for layer in range(shape.num_layers):
+            for role, size in stored_layer_shapes(shape, self.magic, layer).items():
+                yield self._name(layer, role), size
+            if self.num_predictors:
+                fc1, fc2 = predictor_names(layer)
+                width = self.file.tensors[fc1].shape[0]
+                yield fc1, (width, shape.hidden_size)
+                yield fc2, (shape.ffn_sizes[layer], width)
 
     def _read_threshold(self) -> float:
         name = "powerinfer.sparse_threshold"

@@ -237,3 +237,10 @@ def test_random_damage_ends_in_one_error_or_in_a_readable_file(changes, length, 
             content[position] = value
     path.write_bytes(content)
     read_all(path)
+
+
+def test_text_that_is_no_unicode_is_not_written(tmp_path):
+    """A lone surrogate out of a JSON file, which ends in a traceback while a file is half written."""
+    with pytest.raises(GgufError, match=r"the text '\\ud800' is no valid Unicode: mend the name or the tokenizer"):
+        write(tmp_path / "x", "GGUF", [KeyValue("k", ValueType.STRING, "\ud800")], [], [])
+    assert list(tmp_path.iterdir()) == []

@@ -66,6 +66,16 @@ def sentencepiece_directory(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def sentencepiece_json_directory(sentencepiece_directory, tmp_path_factory) -> Path:
+    """The same with a ``tokenizer.json`` in place of the ``tokenizer.model``."""
+    directory = tmp_path_factory.mktemp("spm-json")
+    shutil.copy(sentencepiece_directory / "config.json", directory)
+    load_original(sentencepiece_directory).save_pretrained(directory)
+    (directory / "tokenizer.model").unlink(missing_ok=True)
+    return directory
+
+
+@pytest.fixture(scope="module")
 def byte_level_directory(tmp_path_factory) -> Path:
     directory = tmp_path_factory.mktemp("bpe")
     for name in ("tokenizer.json", "tokenizer_config.json", "config.json"):
@@ -84,7 +94,7 @@ def without_json(keys: list[KeyValue]) -> list[KeyValue]:
 
 @pytest.mark.parametrize("keep", [lambda keys: keys, without_json], ids=["whole", "llama.cpp's keys"])
 @pytest.mark.parametrize("magic", MAGICS)
-@pytest.mark.parametrize("kind", ["sentencepiece", "byte_level"])
+@pytest.mark.parametrize("kind", ["sentencepiece", "sentencepiece_json", "byte_level"])
 def test_same_ids_and_same_text(kind, magic, keep, texts, tmp_path, request):
     """Another cut of digits, a space too many, bytes that become <unk>, a lost BOS."""
     directory = request.getfixturevalue(f"{kind}_directory")

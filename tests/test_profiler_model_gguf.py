@@ -135,6 +135,24 @@ def test_tensors_that_make_no_model_are_refused(case, small, tmp_path):
         GgufModel(rewritten(small, tmp_path / "x.powerinfer.gguf", infos=infos))
 
 
+def test_many_empty_tensors_are_refused_at_the_first_layer_that_is_missing(small, tmp_path):
+    """A hundred thousand claimed layers, for each of which a shape is made before the first is looked for."""
+    count = 120_000
+    file = gguf_container.read(small, "PWRI")
+    keys = {"llama.block_count": KeyValue("llama.block_count", ValueType.U32, count)}
+    path = rewritten(small, tmp_path / "x.powerinfer.gguf", keys)
+    infos = [*file.tensors.values()] + [
+        TensorInfo(f"blk.{i}.fc1.weight", (0,), TensorType.F32) for i in range(1, count)
+    ]
+    items = list(gguf_container.read(path, "PWRI").key_values.values())
+    empty = [file.data(name) for name in file.tensors] + [file.data("output_norm.weight")[:0]] * (count - 1)
+    gguf_container.write(path, "PWRI", items, infos, empty)
+    began = time.perf_counter()
+    with pytest.raises(GgufError, match=r"has no tensor 'blk.1.attn_norm.weight'"):
+        GgufModel(path)
+    assert time.perf_counter() - began < 5
+
+
 def test_a_dense_file_with_predictors_is_refused(small, tmp_path):
     """The magic decides how the down matrix lies; a file of both kinds is neither."""
     with pytest.raises(GgufError, match="in a dense file"):
