@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from .kernels.sparse_ffn_reference import Mode
 
 MODES = ("dense", "exact", "predicted")
-DTYPES = ("auto", "float32", "bfloat16", "float16")
+DTYPES = ("auto", "float32", "bfloat16", "float16", "q8_0", "q4_0")
 PROMPT = """A mill stood by the river where the road from the hills comes down to the plain. In spring the water rose, and
 the miller opened the gates one after the other, as his father had taught him. The wheel turned faster then, and the whole
 house trembled a little. Farmers brought wheat, rye and barley in carts, waited in the yard, and spoke about the weather,
@@ -61,9 +61,7 @@ class BaselineType(click.ParamType):
 @click.command(cls=ToolkitCommand)
 @click.argument("workspace", type=click.Path(path_type=Path), required=False)
 @click.option("--mode", "modes", type=ListType(click.Choice(MODES)), help="[default: all that are possible]")
-@click.option(
-    "--dtype", "dtypes", type=ListType(click.Choice(DTYPES)), default="auto", help="auto: a quantised file's own."
-)
+@click.option("--dtype", "dtypes", type=ListType(click.Choice(DTYPES)), default="auto", help="auto: as stored.")
 @click.option(
     "--against", "baselines", type=BaselineType(), multiple=True, help="llama.cpp:DENSE.gguf or transformers:HFDIR."
 )

@@ -71,6 +71,7 @@ class OwnRecipe:
             device=self.device,
             dtype=self.dtype,
             model=self.model,
+            threads=self.threads,
         )
         return Own(open_engine(Workspace(self.path), options))
 
@@ -171,10 +172,11 @@ class LlamaCpp:
         sizes = {name: tensor.num_bytes for name, tensor in model.file.tensors.items()}
         embedding = 0 if model.shape.tied_embeddings else sizes[shared_name("embedding.weight")]
         features = [part.strip() for part in self._system.replace("CPU :", "").split("|")]
+        stored = model.file.tensors[layer_name(model.shape, "GGUF", 0, "up.weight")].type.name.lower()
         return {
             "version": f"xllamacpp {importlib.metadata.version('xllamacpp')}",
             "instruction_set": " ".join(part.removesuffix(" = 1") for part in features if part.endswith(" = 1")),
-            "kind": model.file.tensors[layer_name(model.shape, "GGUF", 0, "up.weight")].type.name.lower(),
+            "kind": {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}.get(stored, stored),
             "bytes_per_token": sum(sizes.values()) - embedding,
             "cache_bytes_per_position": 4 * model.shape.num_layers * model.shape.num_kv_heads * model.shape.head_dim,
         }

@@ -33,9 +33,7 @@ def ratios(benchmark: Benchmark, plan: Plan) -> list[dict[str, Any]]:
     """
     rows = []
     for mine in (result for result in benchmark.results if result.entrant.is_own):
-        for base in benchmark.results:
-            if not _is_baseline(base.entrant, mine.entrant):
-                continue
+        for base in _baselines(mine.entrant, benchmark.results):
             by_round = [a / b for a, b in zip(mine.decode_runs, base.decode_runs, strict=True)]
             rows.append(
                 {
@@ -50,10 +48,22 @@ def ratios(benchmark: Benchmark, plan: Plan) -> list[dict[str, Any]]:
     return rows
 
 
-def _is_baseline(base: Entrant, mine: Entrant) -> bool:
-    if not base.is_own:
-        return True
-    return base.mode == "dense" and base.worker is mine.worker and mine.mode != "dense"
+def _baselines(mine: Entrant, results: Sequence[Result]) -> list[Result]:
+    """Our dense of the same weights, and others; of one library with several types those of our own, if it is there."""
+    same_type = {_library(other.entrant) for other in results if other.entrant.dtype == mine.dtype}
+    chosen = []
+    for base in results:
+        other = base.entrant
+        if other.is_own:
+            fits = other.mode == "dense" and other.worker is mine.worker and mine.mode != "dense"
+        else:
+            fits = other.dtype == mine.dtype or _library(other) not in same_type
+        chosen += [base] if fits else []
+    return chosen
+
+
+def _library(entrant: Entrant) -> str:
+    return entrant.name.partition(":")[0]
 
 
 def print_report(benchmark: Benchmark, plan: Plan, conditions: dict[str, Any]) -> None:

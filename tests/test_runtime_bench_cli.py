@@ -48,7 +48,7 @@ def test_everybody_in_turn(workspace: Workspace, tmp_path: Path, run_json: Calla
     modes = ("dense", "exact", "predicted")
     assert list(rows) == [
         *(f"{mode} float32" for mode in modes),
-        "llama.cpp:dense.gguf f16",
+        "llama.cpp:dense.gguf float16",
         "transformers:tiny bfloat16",
     ]
     for row in rows.values():
@@ -60,10 +60,10 @@ def test_everybody_in_turn(workspace: Workspace, tmp_path: Path, run_json: Calla
     neurons = [rows[f"{mode} float32"]["touched"]["neuron_bytes"] for mode in modes]
     assert read[0] > read[1] and neurons[0] > neurons[1] > neurons[2]
     # Half the bytes of dense float32, but for norms, which stay float32, and the cache.
-    assert 2 * rows["llama.cpp:dense.gguf f16"]["bytes_per_token"] == pytest.approx(read[0], rel=0.01)
+    assert 2 * rows["llama.cpp:dense.gguf float16"]["bytes_per_token"] == pytest.approx(read[0], rel=0.01)
     assert 2 * rows["transformers:tiny bfloat16"]["bytes_per_token"] == pytest.approx(read[0], rel=0.01)
     assert {row["against"] for row in report["ratios"]} == {
-        "dense float32", "llama.cpp:dense.gguf f16", "transformers:tiny bfloat16",
+        "dense float32", "llama.cpp:dense.gguf float16", "transformers:tiny bfloat16",
     }  # fmt: skip
     assert report["agreement"][0] == {"name": "exact float32", "against": "dense float32", "equal": 4, "tokens": 4}
     conditions = report["conditions"]

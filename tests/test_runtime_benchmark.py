@@ -7,7 +7,7 @@ import pytest
 from pi_toolkit.profiler.errors import BenchmarkError
 from pi_toolkit.runtime.bench_bytes import Touched
 from pi_toolkit.runtime.bench_contenders import Task, Timing
-from pi_toolkit.runtime.bench_report import print_report, to_json
+from pi_toolkit.runtime.bench_report import print_report, ratios, to_json
 from pi_toolkit.runtime.benchmark import Entrant, Plan, run_benchmark
 
 PLAN = Plan({2: (5, 6), 8: tuple(range(8))}, steps=4, runs=3)
@@ -97,6 +97,23 @@ def test_json_figures() -> None:
     pairs = {(row["name"], row["against"]): row["decode"] for row in report["ratios"]}
     assert pairs.pop(("dense f", "other g")) == pytest.approx(2)
     assert set(pairs) == {(f"{mode} f", base) for mode in ("exact", "predicted") for base in ("dense f", "other g")}
+
+
+def test_types_are_compared_with_their_own() -> None:
+    """Our Q4_0 beside llama.cpp's F16, which looks like a triumph."""
+    own: Any = FakeWorker([], "own", 0.01, {"dense": TOKENS})
+    fast: Any = FakeWorker([], "own q4_0", 0.01, {"dense": TOKENS})
+    others: Any = [FakeWorker([], "llama", 0.02, {}) for _ in range(3)]
+    names = ("llama.cpp:a float16", "llama.cpp:b q4_0", "transformers:c bfloat16")
+    compared = [Entrant("dense float16", own, "float16", "dense"), Entrant("dense q4_0", fast, "q4_0", "dense")]
+    compared += [Entrant(name, worker, name.split()[1]) for name, worker in zip(names, others, strict=True)]
+    pairs = {(row["name"], row["against"]) for row in ratios(run_benchmark(compared, reader(), PLAN), PLAN)}
+    assert pairs == {
+        ("dense float16", "llama.cpp:a float16"),
+        ("dense float16", "transformers:c bfloat16"),
+        ("dense q4_0", "llama.cpp:b q4_0"),
+        ("dense q4_0", "transformers:c bfloat16"),
+    }
 
 
 def test_the_printed_report(capsys: pytest.CaptureFixture[str]) -> None:
