@@ -5,12 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pi_toolkit.predictor_training import predictor_file
-from pi_toolkit.predictor_training.predictor_file import PredictorSet
 from pi_toolkit.profiler import activation_stats
 from pi_toolkit.profiler.activation_stats import numbered_files
 from pi_toolkit.profiler.atomic_write import atomic_directory, atomic_file
 from pi_toolkit.profiler.checkpoint import Checkpoint
-from pi_toolkit.profiler.command_line import note
 from pi_toolkit.profiler.errors import ActivationStatsError, FingerprintMismatchError
 from pi_toolkit.profiler.gguf_container import KeyValue
 from pi_toolkit.profiler.gguf_tokenizer_keys import tokenizer_keys
@@ -52,7 +50,8 @@ def open_source(source: str, model: str | None, predictor: Path | None, activati
         record = describe(source, None, opened)
     predictors = predictors_of(opened) if isinstance(opened, GgufModel) else None
     if predictor:
-        predictors = _read_predictors(predictor, opened, record.fingerprint)
+        shape = opened.shape
+        predictors = predictor_file.read(predictor, shape.hidden_size, shape.ffn_sizes, record.fingerprint)
     if activation:
         activation_stats.read(activation, record.shape.ffn_sizes, record.fingerprint)
     export = ExportSource(opened, record.name, record.fingerprint, predictors, _tokenizer_keys(opened))
@@ -86,14 +85,6 @@ def _tokenizer_keys(model: Checkpoint | GgufModel) -> list[KeyValue]:
         return tokenizer_keys(model.directory, model.shape.vocabulary_size)
     keys = model.file.key_values.values()
     return [item for item in keys if item.name.startswith("tokenizer.") or item.name == f"{OURS}end_token_ids"]
-
-
-def _read_predictors(directory: Path, model: Checkpoint | GgufModel, fingerprint: str) -> PredictorSet:
-    shape = model.shape
-    predictors = predictor_file.read(directory, shape.hidden_size, shape.ffn_sizes, fingerprint)
-    if predictors.fingerprint is None:
-        note(f"{str(directory)!r} states no model fingerprint: it was checked by its shapes alone")
-    return predictors
 
 
 def _counts_are_there(source: ConvertSource, target: Path) -> bool:
