@@ -27,10 +27,14 @@ def build_hf_model(model: GgufModel, dtype: "torch.dtype") -> Any:
 def hf_config(shape: ModelShape) -> Any:
     """The ``transformers`` config that reads back as *shape*.
 
-    Raises ``UnsupportedModelError`` for layers of different widths, which ``transformers`` cannot express.
+    Raises ``UnsupportedModelError`` for what ``transformers`` cannot express: Bamboo, and layers of different widths.
     """
     import transformers
 
+    if shape.family == "bamboo":
+        raise UnsupportedModelError(
+            "transformers has no Bamboo, so its neurons cannot be observed: use a LLaMA with ReLU"
+        )
     if len(set(shape.ffn_sizes)) != 1:
         raise UnsupportedModelError(
             "the layers of this file have FFNs of different widths, which transformers cannot run: profile the original"

@@ -3,8 +3,8 @@
     magic  "PWRI"   PowerInfer's engine: predictors included, down matrices transposed, neurons fire by ReLU
     magic  "GGUF"   llama.cpp: dense
 
-Keys, with A = ``general.architecture``: "llama" (also for Mistral), "falcon", "opt"; a dense OPT file, which llama.cpp
-does not know, says "powerinfer_toolkit.opt", so that other readers refuse it by name.
+Keys, with A = ``general.architecture``: "llama" (also for Mistral), "falcon", "opt", "bamboo"; dense files of the last two,
+which llama.cpp does not know, say "powerinfer_toolkit.opt" and ".bamboo", so that other readers refuse them by name.
 
     A.context_length  A.embedding_length  A.block_count  A.feed_forward_length (u32, or array of u32 where layers differ)
     A.attention.head_count  A.attention.head_count_kv  A.attention.key_length (where it is not embedding / heads)
@@ -14,7 +14,8 @@ does not know, says "powerinfer_toolkit.opt", so that other readers refuse it by
 
 and keys of ours, ``powerinfer_toolkit.`` + ``version`` (u32, 1), ``fingerprint`` (string: of the model the file was made
 from, which quantised weights could not give), ``activation`` (string: nothing in a dense file says ReLU), ``end_token_ids``
-(array of u32). Without ``activation`` a PWRI file means ReLU and a dense one what llama.cpp runs: SiLU, for Falcon GELU.
+(array of u32). Without ``activation`` a PWRI file means ReLU, of Bamboo dReLU, and a dense one what llama.cpp runs: SiLU,
+for Falcon GELU.
 
 Tensors, numpy order (rows first), ``blk.{i}.`` before those of layer i:
 
@@ -25,8 +26,8 @@ Tensors, numpy order (rows first), ``blk.{i}.`` before those of layer i:
     Falcon: attn_qkv (all query rows, then key, then value); with two norms attn_norm_2 is the attention's and attn_norm
     the FFN's
 
-LLaMA's query and key rows lie in the order of interleaved rotary pairs: within a head, row 2j is our row j and row 2j+1
-our row j + head_dim / 2.
+LLaMA's and Bamboo's query and key rows lie in the order of interleaved rotary pairs: within a head, row 2j is our row j
+and row 2j+1 our row j + head_dim / 2.
 """
 
 import math
@@ -37,16 +38,17 @@ import numpy as np
 
 from .errors import GgufError
 from .gguf_container import GgufFile, KeyValue, Magic, ValueType
-from .model_families import ModelShape, Rotary
+from .model_families import ModelShape, Rotary, bamboo
 from .model_families.opt import POSITION_OFFSET
 
 OURS, VERSION = "powerinfer_toolkit.", 1
-DENSE_OPT = f"{OURS}opt"
 _FAMILY_OF: dict[Magic, dict[str, str]] = {
-    "PWRI": {"llama": "llama", "opt": "opt", "falcon": "falcon"},
-    "GGUF": {"llama": "llama", DENSE_OPT: "opt", "falcon": "falcon"},
+    "PWRI": {"llama": "llama", "opt": "opt", "falcon": "falcon", "bamboo": "bamboo"},
+    "GGUF": {"llama": "llama", "falcon": "falcon", f"{OURS}opt": "opt", f"{OURS}bamboo": "bamboo"},
 }
-_DENSE_ACTIVATION = {"llama": "silu", "falcon": "gelu", "opt": "relu"}
+_SPARSE_ACTIVATION = {"llama": "relu", "falcon": "relu", "opt": "relu", "bamboo": bamboo.ACTIVATION}
+_DENSE_ACTIVATION = _SPARSE_ACTIVATION | {"llama": "silu", "falcon": "gelu"}
+_LLAMA_SHAPED = ("llama", "bamboo")
 _REMEDY = "make or download the file again"
 _SHARED_NAMES = {"embedding": "token_embd", "positions": "position_embd", "final_norm": "output_norm", "head": "output"}
 _LAYER_NAMES = {
@@ -105,7 +107,7 @@ def stored_layer_shapes(shape: ModelShape, magic: Magic, layer: int) -> dict[str
 def interleaved_rows(shape: ModelShape, role: str) -> np.ndarray | None:
     """For LLaMA's query and key: which of our rows lies at each place of the file, int64 [rows]; None elsewhere."""
     stem = role.rsplit(".", 1)[0]
-    if shape.family != "llama" or stem not in ("query", "key"):
+    if shape.family not in _LLAMA_SHAPED or stem not in ("query", "key"):
         return None
     heads = shape.num_heads if stem == "query" else shape.num_kv_heads
     rows = np.arange(heads * shape.head_dim).reshape(heads, 2, shape.head_dim // 2)
@@ -173,8 +175,9 @@ def read_shape(file: GgufFile, magic: Magic, activation: str | None = None) -> M
     embedding, positions = _rows(file, "token_embd.weight"), keys.size("context_length")
     if family == "opt":
         positions = _rows(file, "position_embd.weight") - POSITION_OFFSET
-    epsilon = "layer_norm_rms_epsilon" if family == "llama" else "layer_norm_epsilon"
-    assumed = "relu" if magic == "PWRI" else _DENSE_ACTIVATION[family]
+    llama_shaped = family in _LLAMA_SHAPED
+    epsilon = "layer_norm_rms_epsilon" if llama_shaped else "layer_norm_epsilon"
+    assumed = (_SPARSE_ACTIVATION if magic == "PWRI" else _DENSE_ACTIVATION)[family]
     stated = file.key_values.get(f"{OURS}activation")
     if stated is not None:
         activation = file.value(f"{OURS}activation", ValueType.STRING)
@@ -188,8 +191,8 @@ def read_shape(file: GgufFile, magic: Magic, activation: str | None = None) -> M
         head_dim=head_dim,
         max_positions=positions,
         activation=activation or assumed,
-        gated=family == "llama",
-        norm="rms" if family == "llama" else "layer",
+        gated=llama_shaped,
+        norm="rms" if llama_shaped else "layer",
         norm_epsilon=keys.number(f"attention.{epsilon}", 1e-5 if family == "opt" else None),
         attention_bias="blk.0.attn_q.bias" in file.tensors,
         ffn_bias="blk.0.ffn_up.bias" in file.tensors,

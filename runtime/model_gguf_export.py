@@ -78,7 +78,8 @@ def export(
     """
     shape = source.model.shape
     if magic == "PWRI":
-        shape.require_relu()
+        if shape.family != "bamboo":
+            shape.require_relu()
         if source.predictors is None:
             raise GgufError(
                 f"{str(path)!r} would have no predictors, which PowerInfer's engine needs: run pi-train-predictor or give "
@@ -213,7 +214,7 @@ def _announce(magic: Magic, source: ExportSource, weight_type: TensorType, entri
     if magic == "PWRI":
         if weight_type not in _ENGINE_TYPES:
             note(f"PowerInfer's engine computes F16 and Q4_0 alone: a file in {weight_type.name} is for this toolkit")
-        if shape.sliding_window or shape.head_dim * shape.num_heads != shape.hidden_size:
+        if (shape.sliding_window and shape.family != "bamboo") or shape.head_dim * shape.num_heads != shape.hidden_size:
             note(
                 "PowerInfer's engine knows no sliding window and no heads of another size: this file is for this toolkit"
             )

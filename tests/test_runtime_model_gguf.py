@@ -1,10 +1,12 @@
 """Model files of every family and kind hold the model they were made from, and run to the same text."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
 
-from gguf_cases import export_family
+from gguf_cases import export_family, source_of
 from pi_toolkit.profiler import gguf_container
 from pi_toolkit.profiler.errors import GgufError, UnsupportedModelError
 from pi_toolkit.profiler.gguf_container import TensorType, ValueType
@@ -16,7 +18,7 @@ from pi_toolkit.runtime.engine import EngineOptions, open_engine
 from pi_toolkit.runtime.generate import generate
 from pi_toolkit.runtime.model_gguf_export import ExportSource, export
 from pi_toolkit.runtime.sampling import Sampler, SamplingOptions
-from tiny_models import CONFIGS
+from tiny_models import CONFIGS, save_family
 
 F32, F16, BF16, Q4_0, Q8_0 = (TensorType[name] for name in ("F32", "F16", "BF16", "Q4_0", "Q8_0"))
 MAGICS = ("PWRI", "GGUF")
@@ -226,3 +228,25 @@ def test_types_that_powerinfers_quantiser_writes(tmp_path, capsys):
     assert len(greedy(engine, 4)) == 4
     fc1, _ = GgufModel(mixed).predictor(0)
     assert (fc1 - source.predictors.fc1[0].float()).abs().max() < 0.05
+
+
+@pytest.mark.parametrize("magic", MAGICS)
+def test_bamboo_files(magic, tmp_path):
+    """dReLU is in no key of PowerInfer's: the architecture alone says it, and nothing here may compute it as ReLU."""
+    directory = save_family(tmp_path / "hf", "mistral")
+    config = directory / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"model_type": "bamboo"}))
+    source = source_of(directory)
+    assert (source.model.shape.family, source.model.shape.activation) == ("bamboo", "drelu")
+    path = tmp_path / ("x.powerinfer.gguf" if magic == "PWRI" else "x.gguf")
+    export(path, magic, source, F32)
+    model, wanted = GgufModel(path), all_weights(source.model)
+    tied = source.model.shape.tied_embeddings and magic == "GGUF"
+    assert vars(model.shape) == vars(source.model.shape) | {"tied_embeddings": tied}
+    for role, tensor in all_weights(model).items():
+        if role in wanted:
+            assert torch.equal(tensor, wanted[role]), role
+    name = "bamboo" if magic == "PWRI" else "powerinfer_toolkit.bamboo"
+    assert model.file.value("general.architecture", ValueType.STRING) == name
+    with pytest.raises(UnsupportedModelError, match="activation is 'drelu'"):
+        open_engine(Workspace(path), EngineOptions(device="cpu"))

@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import UnsupportedModelError
-from . import falcon, llama, opt
+from . import bamboo, falcon, llama, opt
 from .family import Family, FfnModules
 from .shape import ModelShape, Rotary
 
-FAMILIES: dict[str, Family] = {module.FAMILY.name: module.FAMILY for module in (opt, llama, falcon)}
+FAMILIES: dict[str, Family] = {module.FAMILY.name: module.FAMILY for module in (opt, llama, falcon, bamboo)}
 
 __all__ = ["FAMILIES", "Family", "FfnModules", "ModelShape", "Rotary", "read_shape"]
 
