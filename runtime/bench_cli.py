@@ -1,5 +1,6 @@
 """``pi-bench``: speed beside the baselines, in one run and under stated conditions."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -151,7 +152,7 @@ def _bench(setup: "Setup", text: str, runs: int, as_json: bool) -> None:
     from .bench_setup import add_worker_facts, describe_conditions, make_entrants, make_recipes
     from .bench_worker import open_workers
     from .benchmark import Plan, run_benchmark
-    from .conditions import warn_if_busy
+    from .conditions import OthersLoad, warn_if_busy
 
     recipes = make_recipes(setup)
     warn_if_busy()
@@ -161,8 +162,10 @@ def _bench(setup: "Setup", text: str, runs: int, as_json: bool) -> None:
         entrants = make_entrants(recipes, workers, setup.densities)
         prompts = {length: workers[0].ask("prompt", text, length) for length in setup.lengths}
         plan = Plan(prompts, setup.steps, runs)
+        others = OthersLoad([os.getpid(), *(worker.process for worker in (reader, *workers))])
         with progress_bar("timing", len(entrants) * (runs + 1), "runs") as bar:
             benchmark = run_benchmark(entrants, reader, plan, bar.advance)
+        conditions["other_processes_cores"] = others.cores()
     print_report(benchmark, plan, conditions)
     if as_json:
         emit_json(to_json(benchmark, plan, conditions))

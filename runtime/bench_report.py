@@ -121,12 +121,16 @@ def _print_conditions(benchmark: Benchmark, plan: Plan, conditions: dict[str, An
         f"{benchmark.read_bytes_per_second / 1e9:.1f} GB/s read in this run (kernels {read_kernel / 1e9:.1f}, torch's sum "
         f"{read_sum / 1e9:.1f})"
     )
-    load = conditions["load_average"]
+    load, others = conditions["load_average"], conditions["other_processes_cores"]
     versions = ", ".join(f"{name} {version}" for name, version in conditions["versions"].items())
     click.echo(
         f"{conditions['cpu']}, {conditions['cores']} cores, {conditions['threads']} threads, load average at start "
         f"{'unknown' if load is None else f'{load:.2f}'}; {versions}"
     )
+    if others is not None:
+        click.echo(
+            f"other processes used {others:.2f} cores meanwhile{', which makes these figures too low' * (others > 0.1)}"
+        )
     for name, instruction_set in conditions["instruction_sets"].items():
         click.echo(f"instruction set of {name}: {instruction_set}")
     for name, num_bytes in conditions["file_bytes"].items():

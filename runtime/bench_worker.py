@@ -52,6 +52,11 @@ class Worker:
         theirs.close()
         self.facts: dict[str, Any] = self._answer()
 
+    @property
+    def process(self) -> int:
+        """Its number in the system."""
+        return self._process.pid or 0
+
     def ask(self, question: str, *arguments: Any) -> Any:
         """Call the contender's method *question*."""
         with contextlib.suppress(BrokenPipeError):  # its end is reported by _answer

@@ -3,6 +3,8 @@
 import importlib.metadata
 import os
 import platform
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,37 @@ def warn_if_busy() -> None:
     load = load_average()
     if load is not None and load > BUSY_LOAD:
         note(f"load average {load:.1f}: something else is or was running, so that these figures may be too low")
+
+
+class OthersLoad:
+    """How many cores everything but *processes* used since this was made.
+
+    A load average lags by a minute and counts the benchmark itself; the counters of Linux do neither.
+    """
+
+    def __init__(self, processes: Sequence[int]) -> None:
+        self._processes = processes
+        self._began, self._before = time.perf_counter(), self._others_seconds()
+
+    def cores(self) -> float | None:
+        """None where the system does not tell."""
+        now = self._others_seconds()
+        if now is None or self._before is None:
+            return None
+        return max(0.0, now - self._before) / (time.perf_counter() - self._began)
+
+    def _others_seconds(self) -> float | None:
+        try:
+            ticks = os.sysconf("SC_CLK_TCK")
+            # user, nice, system, idle, iowait, irq, softirq, steal
+            fields = [int(part) for part in Path("/proc/stat").read_text("ascii").split("\n", 1)[0].split()[1:9]]
+            busy = sum(fields) - fields[3] - fields[4]
+            for process in self._processes:
+                after_name = Path(f"/proc/{process}/stat").read_text("utf-8").rpartition(")")[2].split()
+                busy -= int(after_name[11]) + int(after_name[12])
+            return busy / ticks
+        except (OSError, ValueError, IndexError, AttributeError):
+            return None
 
 
 def describe(threads: int) -> dict[str, Any]:

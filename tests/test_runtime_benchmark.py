@@ -17,6 +17,7 @@ CONDITIONS: dict[str, Any] = {
     "cores": 2,
     "threads": 1,
     "load_average": 0.0,
+    "other_processes_cores": 0.5,
     "versions": {"torch": "2"},
     "instruction_sets": {"a": "avx2"},
     "file_bytes": {"a.gguf": 10**6},
@@ -120,6 +121,16 @@ def test_the_printed_report(capsys: pytest.CaptureFixture[str]) -> None:
     """Figures without their conditions."""
     print_report(run_benchmark(entrants([]), reader(), PLAN), PLAN, CONDITIONS)
     printed = capsys.readouterr().out
-    for words in ("100.0", "2.00 ×", "first 2 of 5", "a CPU", "load average at start 0.00", "torch 2", "avx2", "1 MB"):
+    for words in (
+        "100.0",
+        "2.00 ×",
+        "first 2 of 5",
+        "a CPU",
+        "at start 0.00",
+        "used 0.50 cores",
+        "torch 2",
+        "avx2",
+        "1 MB",
+    ):
         assert words in printed
     assert "made up" not in printed

@@ -1,5 +1,6 @@
 """Measuring a machine: figures are figures of what they say, and the file is one that placements accept."""
 
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from pi_toolkit.profiler.hardware import read_hardware
 from pi_toolkit.runtime import bench_machine, conditions, machine
 from pi_toolkit.runtime.bench_cli import main as pi_bench
+from pi_toolkit.runtime.conditions import OthersLoad
 from pi_toolkit.runtime.machine import GpuSpeed, ReadBuffer, SparseKernel, SparseLayers, best_bytes_per_second
 
 SMALL = SparseLayers(hidden=128, neurons=320, layers=2)
@@ -87,6 +89,21 @@ def test_an_output_that_cannot_be_written(tmp_path: Path, refuses: Callable[...,
     (tmp_path / "file").write_text("")
     message = refuses(pi_bench, "--machine", "-o", tmp_path / "file" / "x.toml", "--threads", 1)
     assert "choose another output with -o" in message
+
+
+def test_the_load_of_others() -> None:
+    """A benchmark that takes its own work for somebody else's, or overlooks somebody's."""
+
+    def spin() -> None:
+        end = time.perf_counter() + 0.3
+        while time.perf_counter() < end:
+            pass
+
+    others, everybody = OthersLoad([os.getpid()]), OthersLoad([])
+    spin()
+    without, total = others.cores(), everybody.cores()
+    if without is not None and total is not None:  # elsewhere than on Linux
+        assert total - without > 0.5
 
 
 def test_a_busy_machine_is_announced(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
