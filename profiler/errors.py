@@ -4,7 +4,17 @@ Every one derives from ``click.ClickException``: raised inside a command it beco
 code 1; for a library user it is an ordinary exception. A message is one sentence that ends in the remedy.
 """
 
+import reprlib
+
 import click
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 200
+
+
+def shown(value: object) -> str:
+    """``repr`` for a message: a file can hold an integer of a thousand digits or a list of a million items."""
+    return _SHORT.repr(value)
 
 
 class ToolkitError(click.ClickException):

@@ -8,7 +8,7 @@
     name = "…"                             name = "…"
     memory_gib = 192                       memory_gib = 24
     bandwidth_gb_per_second = 67.2         bandwidth_gb_per_second = 1008
-                                           pcie_gb_per_second = 64
+                                           pcie_gb_per_second = 32    in one direction
                                            sync_seconds = 2e-5     one CPU–GPU synchronisation, without the transfer
                                            reserve_gib = 0.75      CUDA context and margin
 
@@ -25,11 +25,11 @@ from pathlib import Path
 from typing import Any
 
 from .atomic_write import atomic_file
-from .errors import HardwareError
+from .errors import HardwareError, shown
 
 FORMAT, VERSION = "powerinfer-toolkit/hardware", 1
 GIB = 2**30
-LARGEST_NUMBER = 1e12  # a zebibyte in GiB: beyond it only mistakes lie
+LARGEST_NUMBER = 1e9  # an exbibyte in GiB: beyond it only mistakes lie, and bytes leave the 64 bits of a file's key
 _CPU_KEYS = {"name", "memory_gib", "bandwidth_gb_per_second"}
 _GPU_KEYS = _CPU_KEYS | {"pcie_gb_per_second", "sync_seconds", "reserve_gib"}
 
@@ -90,7 +90,7 @@ def parse_hardware(text: str, source: str) -> Hardware:
     """The description in TOML *text*; *source* names it in errors. Raises ``HardwareError``."""
     try:
         content = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # also integers of thousands of digits, tables nested as deep
         raise HardwareError(f"hardware {source!r} is not valid TOML ({error}): mend the file") from error
     if content.get("format") != FORMAT or content.get("version") != VERSION:
         raise HardwareError(f"hardware {source!r} does not state format {FORMAT!r} version {VERSION}: add both keys")
@@ -186,5 +186,5 @@ def _number(table: Mapping[str, Any], key: str, source: str, allow_zero: bool = 
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not number or not 0 <= value < LARGEST_NUMBER or (value == 0 and not allow_zero):
         bound = "of at least 0" if allow_zero else "above 0"
-        raise HardwareError(f"hardware {source!r}: {key} = {value!r}: give a finite number {bound}")
+        raise HardwareError(f"hardware {source!r}: {key} = {shown(value)}: give a finite number {bound}")
     return float(value)

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from .atomic_write import atomic_file
-from .errors import WorkspaceError
+from .errors import WorkspaceError, shown
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
@@ -20,6 +20,8 @@ def read_json(path: Path, error: type[WorkspaceError], remedy: str) -> dict[str,
         content = json.loads(path.read_text("utf-8"))
     except FileNotFoundError:
         raise error(f"{str(path)!r} is missing: {remedy}") from None
+    except PermissionError:  # nothing is wrong with the content, and writing it again is no remedy
+        raise
     except (OSError, ValueError, RecursionError) as cause:
         raise error(f"{str(path)!r} cannot be read as JSON ({cause}): {remedy}") from cause
     if not isinstance(content, dict):
@@ -29,8 +31,9 @@ def read_json(path: Path, error: type[WorkspaceError], remedy: str) -> dict[str,
 
 def require_format(content: dict[str, Any], path: Path, name: str, version: int, error: type[WorkspaceError]) -> None:
     """Raise *error* unless *content* states the format *name* in a *version* that this release knows."""
-    if content.get("format") != name or content.get("version") != version:
+    found = content.get("format"), content.get("version")
+    if found != (name, version):
         raise error(
-            f"{str(path)!r} states format {content.get('format')!r} version {content.get('version')!r}, and this release "
-            f"reads {name!r} version {version}: make the file again with this release"
+            f"{str(path)!r} states format {shown(found[0])} version {shown(found[1])}, and this release reads "
+            f"{name!r} version {version}: make the file again with this release"
         )

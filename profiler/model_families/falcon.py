@@ -33,7 +33,7 @@ def read_shape(config: Mapping[str, Any]) -> ModelShape:
         family="falcon",
         vocabulary_size=read.size("vocab_size", 65024),
         hidden_size=hidden,
-        ffn_sizes=(read.size("ffn_hidden_size", 4 * hidden),) * read.size("num_hidden_layers", 32),
+        ffn_sizes=(read.size("ffn_hidden_size", 4 * hidden),) * read.layers(32),
         num_heads=heads,
         num_kv_heads=kv_heads if grouped or not multi_query else 1,
         head_dim=hidden // heads,

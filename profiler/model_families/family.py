@@ -1,12 +1,12 @@
 """What a family file provides, and the strict reading of a Hugging Face ``config.json`` that all of them share."""
 
-import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..errors import UnsupportedModelError
-from .shape import ModelShape, Rotary
+from ..errors import UnsupportedModelError, shown
+from .shape import LARGEST_SIZE, MAX_LAYERS, ModelShape, Rotary
 
 if TYPE_CHECKING:
     import torch
@@ -81,14 +81,19 @@ class ConfigReader:
         self._asked.add(key)
         return None if self._config.get(key, default) is None else self.size(key, default)
 
-    def size(self, key: str, default: int | None = None) -> int:
-        """A positive whole number; without *default* the key is required."""
+    def size(self, key: str, default: int | None = None, largest: int = LARGEST_SIZE) -> int:
+        """A positive whole number up to *largest*; without *default* the key is required."""
         value = self.get(key, default)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= largest:
             raise UnsupportedModelError(
-                f"config.json states {key} = {value!r} where a positive whole number belongs: use a complete model directory"
+                f"config.json states {key} = {shown(value)} where a positive whole number of at most {largest:,} belongs: "
+                "use a complete model directory"
             )
         return value
+
+    def layers(self, default: int) -> int:
+        """``num_hidden_layers``."""
+        return self.size("num_hidden_layers", default, MAX_LAYERS)
 
     def number(self, key: str, default: float) -> float:
         """A finite number above zero."""
@@ -98,7 +103,7 @@ class ConfigReader:
         value = self.get(key, default)
         if not isinstance(value, str):
             raise UnsupportedModelError(
-                f"config.json states {key} = {value!r} where a name belongs: use a complete model directory"
+                f"config.json states {key} = {shown(value)} where a name belongs: use a complete model directory"
             )
         return value
 
@@ -107,7 +112,7 @@ class ConfigReader:
         value = self.get(key, default)
         if value != allowed:
             raise UnsupportedModelError(
-                f"config.json states {key} = {value!r} and only {allowed!r} is implemented: use another model"
+                f"config.json states {key} = {shown(value)} and only {allowed!r} is implemented: use another model"
             )
 
     def rotary(self) -> Rotary:
@@ -120,7 +125,8 @@ class ConfigReader:
         factor = _positive("the rotary factor", parameters.pop("factor", 1.0)) if kind == "linear" else 1.0
         if kind not in ("default", "linear") or any(parameters.values()):
             raise UnsupportedModelError(
-                f"rotary scaling {kind!r} with {parameters} is not implemented (default and linear are): use another model"
+                f"rotary scaling {shown(kind)} with {shown(parameters)} is not implemented (default and linear are): "
+                "use another model"
             )
         return Rotary(theta, factor)
 
@@ -128,7 +134,7 @@ class ConfigReader:
         value = self.get(key, {})
         if not isinstance(value, Mapping):
             raise UnsupportedModelError(
-                f"config.json states {key} = {value!r} where an object belongs: use a complete model directory"
+                f"config.json states {key} = {shown(value)} where an object belongs: use a complete model directory"
             )
         return dict(value)
 
@@ -144,8 +150,8 @@ class ConfigReader:
 
 def _positive(key: str, value: Any) -> float:
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not math.isfinite(value) or value <= 0:
+    if not number or not 0 < value <= sys.float_info.max:  # a whole number may be beyond every float
         raise UnsupportedModelError(
-            f"config.json states {key} = {value!r} where a number above 0 belongs: use a complete model directory"
+            f"config.json states {key} = {shown(value)} where a number above 0 belongs: use a complete model directory"
         )
     return float(value)

@@ -17,7 +17,7 @@ def read_shape(config: Mapping[str, Any]) -> ModelShape:
         family="llama",
         vocabulary_size=read.size("vocab_size", 32000),
         hidden_size=hidden,
-        ffn_sizes=(read.size("intermediate_size", 14336 if mistral else 11008),) * read.size("num_hidden_layers", 32),
+        ffn_sizes=(read.size("intermediate_size", 14336 if mistral else 11008),) * read.layers(32),
         num_heads=heads,
         num_kv_heads=read.size("num_key_value_heads", 8 if mistral else heads),
         head_dim=read.size("head_dim", hidden // heads),

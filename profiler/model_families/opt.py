@@ -22,7 +22,7 @@ def read_shape(config: Mapping[str, Any]) -> ModelShape:
         family="opt",
         vocabulary_size=read.size("vocab_size", 50272),
         hidden_size=hidden,
-        ffn_sizes=(read.size("ffn_dim", 3072),) * read.size("num_hidden_layers", 12),
+        ffn_sizes=(read.size("ffn_dim", 3072),) * read.layers(12),
         num_heads=heads,
         num_kv_heads=heads,
         head_dim=hidden // heads,

@@ -3,12 +3,14 @@
 It knows no Hugging Face names and imports no torch, so that placements can be computed from it alone.
 """
 
-import math
+import sys
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
 from ..errors import UnsupportedModelError
 
+LARGEST_SIZE = 2**40  # of any one dimension: beyond it only mistakes lie, and products leave the range of 64 bits
+MAX_LAYERS = 10_000
 TensorShapes = dict[str, tuple[int, ...]]
 
 
@@ -110,8 +112,8 @@ class ModelShape:
         """Raise ``UnsupportedModelError`` unless inactive neurons contribute exactly zero."""
         if self.activation != "relu":
             raise UnsupportedModelError(
-                f"the model's activation is {self.activation!r}, whose neurons never contribute exactly zero: use a "
-                "ReLU version of the model (OPT, ReluLLaMA, a Falcon with ReLU …)"
+                f"the model's activation is {self.activation!r}, and only those of 'relu' are known to contribute exactly "
+                "zero when they are silent: use a ReLU version of the model (OPT, ReluLLaMA, a Falcon with ReLU …)"
             )
 
     def to_json(self) -> dict[str, Any]:
@@ -144,7 +146,7 @@ def _product(shape: tuple[int, ...]) -> int:
 def _well_formed(key: str, value: Any) -> bool:
     """Whether *value* is of the kind that the field *key* of a :class:`ModelShape` holds."""
     if key == "ffn_sizes":
-        return isinstance(value, list) and len(value) > 0 and all(_is_size(entry) for entry in value)
+        return isinstance(value, list) and 0 < len(value) <= MAX_LAYERS and all(_is_size(entry) for entry in value)
     if key == "rotary":
         positive = isinstance(value, dict) and all(_is_positive(entry) for entry in value.values())
         return value is None or (positive and set(value) == {field.name for field in fields(Rotary)})
@@ -159,8 +161,8 @@ def _well_formed(key: str, value: Any) -> bool:
 
 
 def _is_size(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= LARGEST_SIZE
 
 
 def _is_positive(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= sys.float_info.max
