@@ -21,6 +21,8 @@ from pi_toolkit.profiler.command_line import (
     version_option,
 )
 
+from .sizing import MAX_WIDTH
+
 if TYPE_CHECKING:
     from .predictor_file import LayerQuality
 
@@ -35,11 +37,11 @@ if TYPE_CHECKING:
 @click.option("--batch-size", type=click.IntRange(min=1), default=8, show_default=True, help="Windows per pass.")
 @click.option(
     "--hidden",
-    type=click.IntRange(min=1),
+    type=click.IntRange(1, MAX_WIDTH),
     help="Hidden units per layer.  [default: the largest multiple of 32 with all predictors within 10 % of the model]",
 )
 @click.option("--epochs", type=click.IntRange(min=1), default=4, show_default=True, help="Passes over the samples.")
-@click.option("--learning-rate", type=FiniteFloatType(exclusive=True), default=5e-3, show_default=True)
+@click.option("--learning-rate", type=FiniteFloatType(exclusive=True, maximum=1e30), default=5e-3, show_default=True)
 @click.option(
     "--recall",
     type=FiniteFloatType(exclusive=True, maximum=0.9999),
@@ -47,7 +49,7 @@ if TYPE_CHECKING:
     show_default=True,
     help="Share of the firings that thresholds are chosen to keep.",
 )
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
+@click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True)
 @click.option("--model", help="Where the weights are now, if not where pi-profile found them.")
 @device_option
 @dtype_option
@@ -77,9 +79,7 @@ def main(
     Example:
       pi-train-predictor opt-6.7b-pi --tokens 400k
     """
-    import tempfile
-
-    from pi_toolkit.profiler.atomic_write import TEMPORARY_PREFIX, check_writable
+    from pi_toolkit.profiler.atomic_write import check_writable, temporary_directory
     from pi_toolkit.profiler.corpus import corpus_name, documents
     from pi_toolkit.profiler.device import resolve_device, resolve_dtype
     from pi_toolkit.profiler.hf_model import load_hf_model
@@ -96,10 +96,10 @@ def main(
     record = read_model(place)
     shape = record.shape
     shape.require_relu()
-    check_writable(place.predictor, "mend the permissions of the workspace")
+    check_writable(place.predictor, "mend the permissions of the workspace", kind="directory")
     window = window or min(512, shape.max_positions)
     check_window(window, shape.max_positions)
-    documents(corpus)  # a misspelt corpus is reported before the model is loaded
+    documents(corpus)  # a corpus that cannot be read is reported before the model is loaded
     checkpoint = open_checkpoint(place, record, model)
 
     torch_device = resolve_device(device)
@@ -107,8 +107,8 @@ def main(
     width = hidden or width_within_share(shape)
     options = TrainingOptions(epochs, batch_size_for(tokens), learning_rate, recall, seed)
     note(f"training {shape.num_layers} predictors of width {width} for {record.name} on {torch_device}")
-    with tempfile.TemporaryDirectory(prefix=TEMPORARY_PREFIX, dir=place.path) as directory:
-        store = SampleStore(Path(directory), shape, split_tokens(tokens), torch_device)
+    with temporary_directory(place.path) as directory:
+        store = SampleStore(directory, shape, split_tokens(tokens), torch_device)
         hf_model = load_hf_model(checkpoint, torch_device, torch_dtype)
         tokenizer = load_tokenizer(checkpoint.directory, shape.vocabulary_size)
         with progress_bar("sampling", tokens) as progress:

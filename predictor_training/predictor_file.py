@@ -11,23 +11,30 @@ before the FFN norm (Falcon: the layer input). This is PowerInfer's format: F16,
 without our keys is accepted, checked by shapes, its threshold defaulting to 0.
 """
 
-import math
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pi_toolkit.profiler.activation_stats import check_fingerprint, load_tensors, numbered_files
+from pi_toolkit.profiler.activation_stats import (
+    check_fingerprint,
+    is_plain,
+    load_tensors,
+    numbered_files,
+    save_tensors,
+)
 from pi_toolkit.profiler.atomic_write import atomic_directory
-from pi_toolkit.profiler.errors import PredictorFileError
+from pi_toolkit.profiler.errors import PredictorFileError, shown
 from pi_toolkit.profiler.json_file import read_json, require_format, write_json
+
+from .sizing import MAX_WIDTH
 
 if TYPE_CHECKING:
     import torch
 
 FORMAT, VERSION = "powerinfer-toolkit/predictor", 1
 _REMEDY = "run pi-train-predictor to write it again"
-MAX_WIDTH = 2**20  # hidden units of one layer; nothing real comes near
 
 
 @dataclass(frozen=True)
@@ -67,8 +74,6 @@ def write(directory: Path, predictors: PredictorSet, about_training: dict[str, A
 
     *about_training* is kept in ``config.json`` under "training". Raises ``PredictorFileError`` if a weight overflows F16.
     """
-    import torch
-
     with atomic_directory(directory) as temporary:
         for layer, (fc1, fc2) in enumerate(zip(predictors.fc1, predictors.fc2, strict=True)):
             weights = {"fc1.weight": fc1.half().contiguous(), "fc2.weight": fc2.half().contiguous()}
@@ -76,7 +81,7 @@ def write(directory: Path, predictors: PredictorSet, about_training: dict[str, A
                 raise PredictorFileError(
                     f"the predictor of layer {layer} does not fit in F16: train with a lower --learning-rate or more --tokens"
                 )
-            torch.save(weights, temporary / f"model_{layer}.pt")
+            save_tensors(temporary / f"model_{layer}.pt", weights)
         content: dict[str, Any] = {"sparse_threshold": predictors.threshold, "format": FORMAT, "version": VERSION}
         content |= {"fingerprint": predictors.fingerprint, "training": about_training}
         content["layers"] = [asdict(quality) for quality in predictors.quality or ()]
@@ -87,7 +92,7 @@ def read(directory: Path, hidden_size: int, ffn_sizes: Sequence[int], fingerprin
     """Predictors for a model of this shape, in the dtype they are stored in.
 
     Raises ``PredictorFileError`` for missing, foreign or malformed files and ``FingerprintMismatchError`` for the
-    predictors of another model. A missing fingerprint passes and leaves ``fingerprint`` None, for the caller to announce.
+    predictors of another model. A missing fingerprint is announced on stderr and leaves ``fingerprint`` None.
     """
     config, files = _open(directory, len(ffn_sizes), fingerprint)
     weights = [_read_weights(file, hidden_size, n) for file, n in zip(files, ffn_sizes, strict=True)]
@@ -112,6 +117,8 @@ def read_hidden_sizes(directory: Path, hidden_size: int, ffn_sizes: Sequence[int
 
 def _open(directory: Path, num_layers: int, fingerprint: str) -> tuple[dict[str, Any], list[Path]]:
     if not directory.is_dir():
+        if directory.exists():
+            raise PredictorFileError(f"{str(directory)!r} is no directory: move it away and run pi-train-predictor")
         raise PredictorFileError(f"{str(directory)!r} is missing: run pi-train-predictor first")
     files = numbered_files(directory, "model", num_layers, PredictorFileError, _REMEDY)
     path = directory / "config.json"
@@ -124,8 +131,9 @@ def _open(directory: Path, num_layers: int, fingerprint: str) -> tuple[dict[str,
 
 def _threshold(config: dict[str, Any], directory: Path) -> float:
     threshold = config.get("sparse_threshold", 0.0)
-    if not isinstance(threshold, int | float) or isinstance(threshold, bool) or not math.isfinite(threshold):
-        raise PredictorFileError(f"config.json of {str(directory)!r} states threshold {threshold!r}: {_REMEDY}")
+    number = isinstance(threshold, int | float) and not isinstance(threshold, bool)
+    if not number or not abs(threshold) <= sys.float_info.max:  # a whole number may be beyond every float
+        raise PredictorFileError(f"config.json of {str(directory)!r} states threshold {shown(threshold)}: {_REMEDY}")
     return float(threshold)
 
 
@@ -141,8 +149,8 @@ def _quality(config: dict[str, Any], num_layers: int, directory: Path) -> tuple[
     for layer in quality:
         if layer.kind != "mlp" or layer.input != "residual":
             raise PredictorFileError(
-                f"config.json of {str(directory)!r} states a predictor of kind {layer.kind!r} on {layer.input!r}, which "
-                f"this release does not know: {_REMEDY}"
+                f"config.json of {str(directory)!r} states a predictor of kind {shown(layer.kind)} on {shown(layer.input)}, "
+                f"which this release does not know: {_REMEDY}"
             )
     return quality
 
@@ -151,22 +159,21 @@ def _measured(entry: dict[str, Any]) -> bool:
     """Whether the width is a whole number of units and the measured shares are shares."""
     shares = [entry[name] for name in ("recall", "precision", "density", "firing_share")]
     numbers = all(isinstance(share, int | float) and not isinstance(share, bool) for share in shares)
-    width = isinstance(entry["hidden"], int) and not isinstance(entry["hidden"], bool) and entry["hidden"] > 0
-    return width and numbers and all(0 <= share <= 1 for share in shares)
+    width = isinstance(entry["hidden"], int) and not isinstance(entry["hidden"], bool)
+    return width and 0 < entry["hidden"] <= MAX_WIDTH and numbers and all(0 <= share <= 1 for share in shares)
 
 
 def _read_weights(path: Path, hidden_size: int, neurons: int) -> "tuple[torch.Tensor, torch.Tensor]":
     import torch
 
     content = load_tensors(path, PredictorFileError, _REMEDY)
-    names = ("fc1.weight", "fc2.weight")
+    names, dtypes = ("fc1.weight", "fc2.weight"), (torch.float16, torch.bfloat16, torch.float32)
     if not isinstance(content, dict) or set(content) != set(names):
         raise PredictorFileError(f"{str(path)!r} does not hold exactly fc1.weight and fc2.weight: {_REMEDY}")
     fc1, fc2 = (content[name] for name in names)
     for weight in (fc1, fc2):
-        dense = isinstance(weight, torch.Tensor) and weight.layout == torch.strided and weight.is_floating_point()
-        if not dense or weight.ndim != 2:
-            raise PredictorFileError(f"{str(path)!r} does not hold two matrices of floating point: {_REMEDY}")
+        if not is_plain(weight) or weight.ndim != 2 or weight.dtype not in dtypes:
+            raise PredictorFileError(f"{str(path)!r} does not hold two matrices in F16, BF16 or F32: {_REMEDY}")
     if fc1.shape[1] != hidden_size or fc2.shape[0] != neurons or fc1.shape[0] != fc2.shape[1]:
         raise PredictorFileError(
             f"{str(path)!r} has shapes {list(fc1.shape)} and {list(fc2.shape)} where [r, {hidden_size}] and "

@@ -4,6 +4,8 @@ They are kept in memory-mapped files, one pair per layer and split, so that a mo
 memory of one batch: the input in BF16 (the residual stream of large models overflows F16), the firing mask as bits.
 """
 
+import errno
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -12,10 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from pi_toolkit.profiler.command_line import readable_bytes
 from pi_toolkit.profiler.corpus import Split, documents, split_of
 from pi_toolkit.profiler.errors import CorpusError
 from pi_toolkit.profiler.hf_model import observe_ffn
 from pi_toolkit.profiler.model_families import ModelShape
+from pi_toolkit.profiler.record import verify_activation
 from pi_toolkit.profiler.token_windows import token_windows, window_batches
 
 if TYPE_CHECKING:
@@ -55,15 +59,15 @@ class LayerSamples:
 class SampleStore:
     """Samples of every layer in *directory*, room for *tokens* per split; filled by :func:`collect_samples`.
 
-    Raises ``CorpusError`` when the disk has no room for them.
+    Raises ``CorpusError`` when the disk has no room for them, ``OSError`` when another process takes the room meanwhile.
     """
 
     def __init__(self, directory: Path, shape: ModelShape, tokens: dict[Split, int], device: "torch.device") -> None:
         need, free = self.bytes_needed(shape, sum(tokens.values())), shutil.disk_usage(directory).free
         if need > free:
             raise CorpusError(
-                f"{sum(tokens.values()):,} samples take {need / 2**30:.1f} GiB and {str(directory)!r} has "
-                f"{free / 2**30:.1f} GiB free: lower --tokens or free some space"
+                f"{sum(tokens.values()):,} samples take {readable_bytes(need)} and the disk of {str(directory.parent)!r} has "
+                f"{readable_bytes(free)} free: lower --tokens or free some space"
             )
         self.shape, self.device, self._filled = shape, device, dict.fromkeys(SPLITS, 0)
         self._samples = {
@@ -114,11 +118,33 @@ class SampleStore:
         hidden, neurons = self.shape.hidden_size, self.shape.ffn_sizes[layer]
 
         def mapped(kind: str, columns: int, dtype: torch.dtype) -> torch.Tensor:
-            path = str(directory / f"{split}.{layer}.{kind}")
-            return torch.from_file(path, shared=True, size=tokens * columns, dtype=dtype).view(tokens, columns)
+            path = directory / f"{split}.{layer}.{kind}"
+            reserve(path, tokens * columns * dtype.itemsize)
+            return torch.from_file(str(path), shared=True, size=tokens * columns, dtype=dtype).view(tokens, columns)
 
         inputs, firing = mapped("inputs", hidden, torch.bfloat16), mapped("firing", (neurons + 7) // 8, torch.uint8)
         return LayerSamples(inputs, firing, neurons, self.device)
+
+
+def reserve(path: Path, num_bytes: int) -> None:
+    """Create *path* with *num_bytes* that are allocated on the disk, or raise ``OSError``.
+
+    A file with holes has no such promise: when the disk is full, a write through its memory map kills the process.
+    """
+    unsupported = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
+    with path.open("wb") as file:
+        try:
+            try:
+                os.posix_fallocate(file.fileno(), 0, num_bytes)
+            except AttributeError:  # macOS
+                file.truncate(num_bytes)
+            except OSError as error:
+                if error.errno not in unsupported:
+                    raise
+                file.truncate(num_bytes)
+        except OSError as error:
+            error.filename = str(path)
+            raise
 
 
 def split_tokens(total: int) -> dict[Split, int]:
@@ -138,14 +164,17 @@ def collect_samples(
 ) -> None:
     """Fill *store* from *corpus*, document by document into its split.
 
-    Raises ``CorpusError`` when a split stays empty, which happens with fewer than about twenty documents.
+    Raises ``CorpusError`` when a split stays empty, which happens with fewer than about twenty documents, and what
+    :func:`verify_activation` does on the first window.
     """
     import torch
 
     for split in SPLITS:
         texts = (text for index, text in enumerate(documents(corpus)) if split_of(index) == split)
         windows = token_windows(texts, tokenizer, window, store.room(split))
-        for batch in window_batches(windows, batch_size):
+        for batch in window_batches(windows, batch_size, store.shape.vocabulary_size):
+            if not store.tokens():
+                verify_activation(model, store.shape, batch[:1])
 
             def put_input(layer: int, inputs: torch.Tensor, split: Split = split) -> None:
                 store.put_input(split, layer, inputs)

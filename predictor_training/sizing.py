@@ -2,6 +2,7 @@
 
 from pi_toolkit.profiler.model_families import ModelShape
 
+MAX_WIDTH = 2**20  # hidden units of one layer that a file may state; nothing real comes near
 # Rows of fc2 in blocks of 32 can be quantised to Q4_0 and Q8_0.
 WIDTH_MULTIPLE = 32
 # PowerInfer keeps its predictors within a tenth of the model (mean 7 %, Table 6 of the paper).

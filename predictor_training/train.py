@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
 
 # Distance of the loss's centre from zero. Layer 0 of the 5M-parameter ReGLU demo model at recall 0.98: at margin 1 the
-# threshold hits zero (recall stops at 0.95); 3 leaves room for a recall of 0.99; 8 trains slowly (1.65 instead of 1.38
+# threshold hits zero (recall stops at 0.95); 3 leaves room for a recall of 0.99; 8 trains slowly (1.66 instead of 1.38
 # candidates per firing after the same steps).
 MARGIN = 3.0
 EVALUATION_BATCH = 2048

@@ -9,18 +9,25 @@ The ``.pt`` files are PowerInfer's format, which allows any numeric dtype and ha
 is accepted, checked by shapes, and its counts are relative (``tokens`` None). Layers are read in numeric order.
 """
 
+import io
 import pickle
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from .atomic_write import atomic_directory
-from .errors import ActivationStatsError, FingerprintMismatchError, WorkspaceError
+from .command_line import note
+from .errors import ActivationStatsError, FingerprintMismatchError, WorkspaceError, shown
 from .json_file import read_json, require_format, write_json
+
+if TYPE_CHECKING:
+    from typing import TypeGuard
+
+    import torch
 
 FORMAT, VERSION = "powerinfer-toolkit/activation", 1
 _REMEDY = "run pi-profile to write it again"
@@ -52,7 +59,7 @@ def write(directory: Path, stats: ActivationStats, extra_files: dict[str, bytes]
     _validate(stats, [len(c) for c in stats.counts], directory)
     with atomic_directory(directory) as temporary:
         for layer, counts in enumerate(stats.counts):
-            torch.save(torch.from_numpy(counts), temporary / f"activation_{layer}.pt")
+            save_tensors(temporary / f"activation_{layer}.pt", torch.from_numpy(counts))
         for name, content in (extra_files or {}).items():
             (temporary / name).write_bytes(content)
         write_json(
@@ -75,7 +82,7 @@ def read(directory: Path, ffn_sizes: Sequence[int], fingerprint: str) -> Activat
     """Counts for a model with *ffn_sizes* neurons per layer.
 
     Raises ``ActivationStatsError`` for missing, foreign or malformed files and ``FingerprintMismatchError`` for the
-    counts of another model. A missing fingerprint passes and leaves ``fingerprint`` None, for the caller to announce.
+    counts of another model. A missing fingerprint is announced on stderr and leaves ``fingerprint`` None.
     """
     if not directory.is_dir():
         raise ActivationStatsError(f"{str(directory)!r} is missing: run pi-profile first")
@@ -86,7 +93,7 @@ def read(directory: Path, ffn_sizes: Sequence[int], fingerprint: str) -> Activat
         require_format(about, directory / "profile.json", FORMAT, VERSION, ActivationStatsError)
         tokens = about.get("tokens")
         if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1:
-            raise ActivationStatsError(f"profile.json states {tokens!r} tokens: {_REMEDY}")
+            raise ActivationStatsError(f"profile.json states {shown(tokens)} tokens: {_REMEDY}")
     check_fingerprint(directory, about.get("fingerprint"), fingerprint, _REMEDY)
     stats = ActivationStats(
         tuple(_read_counts(file, neurons) for file, neurons in zip(files, ffn_sizes, strict=True)),
@@ -119,9 +126,29 @@ def numbered_files(directory: Path, stem: str, num_layers: int, error: type[Work
 
 
 def check_fingerprint(path: Path, found: object, expected: str, remedy: str) -> None:
-    """Raise ``FingerprintMismatchError`` if *path* states the fingerprint of another model."""
-    if found is not None and found != expected:
+    """Raise ``FingerprintMismatchError`` if *path* states the fingerprint of another model; announce if it states none."""
+    if found is None:
+        note(f"{str(path)!r} states no model fingerprint: it was checked by its shapes alone")
+    elif found != expected:
         raise FingerprintMismatchError(f"{str(path)!r} belongs to another model than this workspace: {remedy}")
+
+
+def save_tensors(path: Path, content: Any) -> None:
+    """``torch.save``, but a full disk is an ``OSError``: torch's own writer makes a ``RuntimeError`` of it."""
+    import torch
+
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    path.write_bytes(buffer.getbuffer())
+
+
+def is_plain(value: object) -> "TypeGuard[torch.Tensor]":
+    """Whether *value* is a tensor whose numbers are all there: dense, unquantised, and not on the meta device."""
+    import torch
+
+    if not isinstance(value, torch.Tensor):
+        return False
+    return value.layout == torch.strided and not value.is_quantized and value.device.type == "cpu"
 
 
 def load_tensors(path: Path, error: type[WorkspaceError], remedy: str) -> Any:
@@ -130,6 +157,8 @@ def load_tensors(path: Path, error: type[WorkspaceError], remedy: str) -> Any:
 
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
+    except PermissionError:  # nothing is wrong with the content, and writing it again is no remedy
+        raise
     except pickle.UnpicklingError as cause:
         raise error(f"{str(path)!r} holds something else than plain tensors and was not opened: {remedy}") from cause
     except Exception as cause:  # a damaged archive or pickle raises a dozen unrelated types
@@ -144,8 +173,7 @@ def _read_counts(path: Path, neurons: int) -> np.ndarray:
             f"{str(path)!r} has {path.stat().st_size:,} bytes, too many for firing counts: {_REMEDY}"
         )
     tensor = load_tensors(path, ActivationStatsError, _REMEDY)
-    dense = isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided and not tensor.is_quantized
-    if not dense or tensor.ndim != 1 or tensor.is_complex() or tensor.dtype == torch.bool:
+    if not is_plain(tensor) or tensor.ndim != 1 or tensor.is_complex() or tensor.dtype == torch.bool:
         raise ActivationStatsError(f"{str(path)!r} does not hold one numeric vector of counts: {_REMEDY}")
     if len(tensor) != neurons:  # before anything is copied: a few bytes can claim a vector of any length
         raise ActivationStatsError(f"{str(path)!r} counts {len(tensor)} neurons and the model has {neurons}: {_REMEDY}")

@@ -25,7 +25,6 @@ import numpy as np
 
 from pi_toolkit.profiler import gguf_container
 from pi_toolkit.profiler.activation_stats import check_fingerprint
-from pi_toolkit.profiler.command_line import note
 from pi_toolkit.profiler.errors import GgufError, GpuIndexError
 from pi_toolkit.profiler.gguf_container import GgufFile, KeyValue, TensorInfo, TensorType, ValueType
 
@@ -109,12 +108,12 @@ def read(path: Path, ffn_sizes: Sequence[int], fingerprint: str) -> GpuIndex:
         file = gguf_container.read(path, "PWRI")
         index = _parse(file, tuple(ffn_sizes))
     except GgufError as error:
-        raise GpuIndexError(f"{str(path)!r} is no usable placement ({error.message}): {_REMEDY}") from error
+        # The container's own sentence names the path again and ends in a remedy for model files.
+        what, _, _ = error.message.removeprefix(repr(str(path))).lstrip(": ").rpartition(": ")
+        raise GpuIndexError(f"{str(path)!r} is no usable placement ({what}): {_REMEDY}") from error
     except GpuIndexError as error:
         raise GpuIndexError(f"{str(path)!r}: {error.message}") from None
     check_fingerprint(path, index.fingerprint, fingerprint, _REMEDY)
-    if index.fingerprint is None:
-        note(f"{str(path)!r} states no model fingerprint: it was checked by its shapes alone")
     return index
 
 

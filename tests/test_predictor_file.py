@@ -71,7 +71,7 @@ def test_files_are_powerinfers(directory: Path) -> None:
         assert list(content) == ["fc1.weight", "fc2.weight"]
         assert all(weight.dtype == torch.float16 and weight.is_contiguous() for weight in content.values())
         with zipfile.ZipFile(directory / f"model_{layer}.pt") as archive:
-            raw = [archive.read(f"model_{layer}/data/{number}") for number in (0, 1)]
+            raw = [archive.read(f"archive/data/{number}") for number in (0, 1)]
         assert raw == [weight.half().contiguous().numpy().tobytes() for weight in (fc1, fc2)]
     assert json.loads((directory / "config.json").read_text())["sparse_threshold"] == 1.0
 
@@ -148,10 +148,10 @@ GOOD = {"fc1.weight": torch.ones(3, HIDDEN), "fc2.weight": torch.ones(10, 3)}
         ({**GOOD, "fc2.weight": torch.ones(3, 10)}, "has shapes [3, 6] and [3, 10]"),
         ({**GOOD, "fc1.weight": torch.full((3, HIDDEN), float("nan"))}, "holds weights that are not finite"),
         ({**GOOD, "fc2.weight": torch.full((10, 3), float("inf"))}, "holds weights that are not finite"),
-        ({**GOOD, "fc1.weight": torch.ones(3, HIDDEN, dtype=torch.int8)}, "does not hold two matrices of floating"),
-        ({**GOOD, "fc1.weight": torch.ones(3 * HIDDEN)}, "does not hold two matrices of floating point"),
-        ({**GOOD, "fc1.weight": torch.ones(3, HIDDEN).to_sparse()}, "does not hold two matrices of floating point"),
-        ({**GOOD, "fc1.weight": [1.0]}, "does not hold two matrices of floating point"),
+        ({**GOOD, "fc1.weight": torch.ones(3, HIDDEN, dtype=torch.int8)}, "does not hold two matrices in F16"),
+        ({**GOOD, "fc1.weight": torch.ones(3 * HIDDEN)}, "does not hold two matrices in F16, BF16 or F32"),
+        ({**GOOD, "fc1.weight": torch.ones(3, HIDDEN).to_sparse()}, "does not hold two matrices in F16, BF16 or F32"),
+        ({**GOOD, "fc1.weight": [1.0]}, "does not hold two matrices in F16, BF16 or F32"),
         ({"fc1.weight": torch.ones(0, HIDDEN), "fc2.weight": torch.ones(10, 0)}, "has 0 hidden units"),
         (
             {"fc1.weight": torch.ones(1, 1).expand(2**40, HIDDEN), "fc2.weight": torch.ones(1, 1).expand(10, 2**40)},

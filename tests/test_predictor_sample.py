@@ -145,7 +145,7 @@ def test_full_disk_is_refused_before_anything_is_written(tmp_path: Path, monkeyp
     monkeypatch.setattr(shutil, "disk_usage", lambda _path: usage(10**12, 10**12 - need + 1, need - 1))
     (tmp_path / "samples").mkdir()
     tokens = {"training": 800_000, "calibration": 100_000, "held-out": 100_000}
-    with pytest.raises(CorpusError, match=r"1,000,000 samples take 0\.2 GiB and .* has 0\.2 GiB free: lower --tokens"):
+    with pytest.raises(CorpusError, match=r"1,000,000 samples take 217\.4 MiB and .* has 217\.4 MiB free: lower --tokens"):
         SampleStore(tmp_path / "samples", shape, tokens, CPU)
     assert list((tmp_path / "samples").iterdir()) == []
 
