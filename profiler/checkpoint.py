@@ -13,6 +13,7 @@ import zipfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .activation_stats import is_plain
 from .errors import CheckpointError
 from .model_families import FAMILIES, read_shape
 
@@ -23,22 +24,33 @@ FINGERPRINT_SAMPLE_BYTES = 4096
 _FILE_PATTERNS = ("model*.safetensors", "pytorch_model*.bin")
 
 
-def locate(model: str, revision: str | None = None) -> Path:
-    """The directory of *model*: itself if it is one, else the hub's snapshot (downloaded when it is not cached).
+def expand(model: str) -> Path:
+    """*model* as a path, ``~`` and ``~user`` replaced; raises ``CheckpointError`` for a user that is not known."""
+    try:
+        return Path(model).expanduser()
+    except RuntimeError as error:
+        raise CheckpointError(f"{model!r} begins with no known user's home ({error}): give the path in full") from None
+
+
+def locate(model: str, revision: str | None = None, local_only: bool = False) -> Path:
+    """The directory of *model*: itself if it is one, else the hub's snapshot (downloaded when it is not cached, unless
+    *local_only*).
 
     Raises ``CheckpointError`` when neither is to be had.
     """
-    path = Path(model).expanduser()
+    path = expand(model)
     if path.is_dir():
         return path
     if path.exists():
         raise CheckpointError(f"{model!r} is a file: give the model's directory, the one that holds config.json")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import logging
 
+    logging.set_verbosity_error()  # it announces each of its retries on two lines
     wanted = ["*.json", "*.safetensors", "pytorch_model*.bin", "tokenizer*", "*.model", "*.txt"]
     try:
-        return Path(snapshot_download(model, revision=revision, allow_patterns=wanted))
+        return Path(snapshot_download(model, revision=revision, allow_patterns=wanted, local_files_only=local_only))
     except HFValidationError:
         raise CheckpointError(
             f"{model!r} is neither a directory nor a valid hub id: give a model directory or an id such as facebook/opt-6.7b"
@@ -131,7 +143,11 @@ class Checkpoint:
                         f"tensor {name!r} has shape {list(tensor.shape)} where config.json asks for {list(expected)}: "
                         "use weights and config of the same model"
                     )
-                if not tensor.dtype.is_floating_point:
+                if not is_plain(tensor):
+                    raise CheckpointError(
+                        f"tensor {name!r} is sparse, quantised or without content: use a checkpoint with dense weights"
+                    )
+                if not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
                     raise CheckpointError(
                         f"tensor {name!r} is stored as {tensor.dtype}: use an unquantised checkpoint (F32, F16 or BF16)"
                     )
@@ -194,8 +210,12 @@ def _open_safetensors(path: Path) -> "dict[str, torch.Tensor]":
     from safetensors import SafetensorError, safe_open
 
     try:
+        with path.open("rb"):  # safetensors hides why a file cannot be opened
+            pass
         with safe_open(path, framework="pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 – not a mapping
+    except PermissionError:
+        raise
     except (SafetensorError, OSError) as error:
         raise CheckpointError(
             f"{str(path)!r} is not a complete safetensors file ({error}): download it again (a git-lfs pointer?)"
@@ -210,6 +230,8 @@ def _open_bin(path: Path) -> "dict[str, torch.Tensor]":
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
         if not isinstance(content, dict):
             raise ValueError(f"holds a {type(content).__name__} in place of named tensors")
+    except PermissionError:
+        raise
     except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError, LookupError, TypeError) as error:
         raise CheckpointError(
             f"{str(path)!r} cannot be loaded as plain tensors: download it again, or convert it to safetensors"

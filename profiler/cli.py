@@ -68,7 +68,8 @@ def main(
     from .workspace import Workspace, describe, model_name, open_weights, refuse_other_model, write_model
 
     workspace = Workspace(out or Path(f"{model_name(model)}-pi"))
-    check_writable(workspace.path / "model.json")
+    check_writable(workspace.path / "model.json", kind="file")
+    check_writable(workspace.activation, kind="directory")
     checkpoint = open_weights(model, revision, activation)
     shape, record = checkpoint.shape, describe(model, revision, checkpoint)
     refuse_other_model(workspace, record)
@@ -81,8 +82,9 @@ def main(
     note(f"profiling {record.name} on {torch_device} in {str(torch_dtype).removeprefix('torch.')}")
     hf_model = load_hf_model(checkpoint, torch_device, torch_dtype)
     windows = token_windows(texts, load_tokenizer(checkpoint.directory, shape.vocabulary_size), window, tokens)
+    batches = window_batches(windows, batch_size, shape.vocabulary_size)
     with progress_bar("profiling", tokens) as progress:
-        recording = record_firings(hf_model, shape, window_batches(windows, batch_size), progress.advance)
+        recording = record_firings(hf_model, shape, batches, progress.advance)
     if recording.tokens < tokens:
         note(f"the corpus ended after {recording.tokens:,} of {tokens:,} tokens")
 

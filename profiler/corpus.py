@@ -10,12 +10,14 @@ import glob
 import importlib.util
 import json
 from collections.abc import Iterator
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Literal
 
 from .errors import CorpusError
 
 WIKIPEDIA = ("wikimedia/wikipedia", "20231101.en")
+HUB_TIMEOUT_SECONDS = 10.0  # for the first answer; the hub client's own retries take half a minute before they give up
 HOLD_OUT_EVERY = 40
 CALIBRATION_OFFSETS = (10, 20, 30)  # of each 40: where thresholds are chosen
 Split = Literal["training", "calibration", "held-out"]
@@ -30,14 +32,20 @@ def split_of(index: int) -> Split:
 
 
 def documents(corpus: str) -> Iterator[str]:
-    """The texts of *corpus* in order, empty ones left out; raises ``CorpusError``, also in the middle of a stream."""
+    """The texts of *corpus* in order, empty ones left out; raises ``CorpusError``, also in the middle of a stream.
+
+    The first text is read at once, so that a corpus that cannot be read is reported before a model is loaded for it.
+    """
+    if not corpus.strip():
+        raise CorpusError("the name of the corpus is empty: give wikipedia, wikipedia-intros or a file")
     if corpus == "wikipedia":
         texts = _stream_dataset("wikipedia", *WIKIPEDIA)
     elif corpus == "wikipedia-intros":
         texts = _wikipedia_introductions()
     else:
         texts = _read_path(Path(corpus))
-    return (text for text in texts if text.strip())
+    filled = (text for text in texts if text.strip())
+    return chain(list(islice(filled, 1)), filled)
 
 
 def corpus_name(corpus: str) -> str:
@@ -72,9 +80,14 @@ def _stream_parquet(files: list[str], source: str) -> Iterator[str]:
 def _stream_dataset(source: str, path: str, name: str | None = None, **options: Any) -> Iterator[str]:
     """Column "text" of a dataset, streamed; the same code for Wikipedia on the hub and for local parquet files."""
     import datasets
+    from huggingface_hub import HfApi, constants
+    from huggingface_hub.utils import logging
 
     datasets.disable_progress_bars()
+    logging.set_verbosity_error()  # it announces each of its retries on two lines
     try:
+        if name is not None and not constants.HF_HUB_OFFLINE:  # a data set on the hub
+            HfApi().dataset_info(path, timeout=HUB_TIMEOUT_SECONDS)
         for row in datasets.load_dataset(path, name, split="train", streaming=True, **options):
             yield _text_of(row, source)
     except CorpusError:

@@ -4,6 +4,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from .checkpoint import Checkpoint
+from .command_line import is_out_of_memory
 from .errors import CheckpointError
 from .model_families import FAMILIES, ModelShape
 from .model_gguf import GgufModel
@@ -31,7 +32,11 @@ def load_hf_model(checkpoint: Checkpoint | GgufModel, device: "torch.device", dt
         loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
             checkpoint.directory, dtype=dtype, local_files_only=True, output_loading_info=True
         )
-    except (OSError, ValueError, RuntimeError, KeyError) as error:
+    except PermissionError:
+        raise
+    except Exception as error:  # a config that its validators do not expect makes transformers raise any type
+        if is_out_of_memory(error):
+            raise
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise CheckpointError(
             f"transformers cannot load {str(checkpoint.directory)!r} ({reason}): download the model again"

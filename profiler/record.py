@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .errors import CorpusError, UnsupportedModelError
+from .errors import CheckpointError, CorpusError, UnsupportedModelError
 from .hf_model import observe_ffn
 from .model_families import ModelShape
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 # Exact zeros of the activation vector and neurons at or below zero are the same set in a ReLU model; a gated product
 # adds an accidental zero now and then (underflow in half precision).
 ALLOWED_ZERO_SHARE_DIFFERENCE = 0.02
+FEW_ZEROS = 0.05  # a smooth activation has accidental ones; squared ReLU has as many as ReLU
 
 
 @dataclass(frozen=True)
@@ -62,13 +63,19 @@ def verify_activation(model: Any, shape: ModelShape, batch: "torch.Tensor") -> N
     """Compare the share of exact zeros in the FFN activations with the share of neurons that do not fire.
 
     Raises ``UnsupportedModelError`` for a model that is not ReLU by its config, stating the measured share, and for one
-    whose data contradicts its config.
+    whose data contradicts its config; ``CheckpointError`` for one that computes infinity or NaN, whose neurons would
+    pass for silent ones.
     """
     import torch
 
     zeros, silent = [0.0] * shape.num_layers, [0.0] * shape.num_layers
 
-    def measure(into: list[float], layer: int, at_zero: torch.Tensor) -> None:
+    def measure(into: list[float], layer: int, values: torch.Tensor, at_zero: torch.Tensor) -> None:
+        if not values.isfinite().all():
+            raise CheckpointError(
+                f"the FFN of layer {layer} computes values that are not finite, so its weights or those before it are "
+                "damaged or the type is too narrow: download the model again, or use --dtype float32"
+            )
         into[layer] = at_zero.float().mean().item()
 
     with (
@@ -76,17 +83,22 @@ def verify_activation(model: Any, shape: ModelShape, batch: "torch.Tensor") -> N
         observe_ffn(
             model,
             shape,
-            pre_activation=lambda layer, z: measure(silent, layer, z <= 0),
-            activation=lambda layer, h: measure(zeros, layer, h == 0),
+            pre_activation=lambda layer, z: measure(silent, layer, z, z <= 0),
+            activation=lambda layer, h: measure(zeros, layer, h, h == 0),
         ),
     ):
         model.base_model(input_ids=batch.to(next(model.parameters()).device), use_cache=False)
     mean_zeros = sum(zeros) / len(zeros)
     if shape.activation != "relu":
+        consequence = (
+            "so no neuron can be skipped without loss"
+            if mean_zeros < FEW_ZEROS
+            else "but its maths is not implemented here"
+        )
         raise UnsupportedModelError(
             f"the model's activation is {shape.activation!r} and {100 * mean_zeros:.2f} % of its FFN activations are "
-            f"exactly zero over {batch.numel()} tokens, so no neuron can be skipped without loss: use a ReLU version of "
-            "the model (OPT, ReluLLaMA, a Falcon with ReLU …)"
+            f"exactly zero over {batch.numel()} tokens, {consequence}: use a ReLU version of the model (OPT, ReluLLaMA, "
+            "a Falcon with ReLU …)"
         )
     for layer, (zero, quiet) in enumerate(zip(zeros, silent, strict=True)):
         if abs(zero - quiet) > ALLOWED_ZERO_SHARE_DIFFERENCE:

@@ -33,6 +33,10 @@ def load_tokenizer(directory: "Path", vocabulary_size: int | None = None) -> Any
         raise CheckpointError(
             f"{str(directory)!r} has no usable tokenizer: download the model's tokenizer files into it"
         ) from error
+    if not tokenizer("text", add_special_tokens=False)["input_ids"]:  # what transformers makes of a config alone
+        raise CheckpointError(
+            f"the tokenizer in {str(directory)!r} has no vocabulary: download the model's tokenizer files into it"
+        )
     if vocabulary_size is not None and tokenizer.vocab_size > vocabulary_size:
         raise CheckpointError(
             f"the tokenizer in {str(directory)!r} has {tokenizer.vocab_size:,} tokens and the model {vocabulary_size:,}: "
@@ -65,12 +69,22 @@ def token_windows(texts: Iterable[str], tokenizer: Any, window: int, tokens: int
         yield chunk
 
 
-def window_batches(windows: Iterable[list[int]], batch_size: int) -> "Iterator[torch.Tensor]":
-    """Batches int64 [up to *batch_size*, window]; windows of one batch have equal length, so nothing is padded."""
+def window_batches(
+    windows: Iterable[list[int]], batch_size: int, vocabulary_size: int | None = None
+) -> "Iterator[torch.Tensor]":
+    """Batches int64 [up to *batch_size*, window]; windows of one batch have equal length, so nothing is padded.
+
+    Raises ``CheckpointError`` for an id that a model of *vocabulary_size* has no embedding for.
+    """
     import torch
 
     batch: list[list[int]] = []
     for window in windows:
+        if vocabulary_size is not None and max(window) >= vocabulary_size:
+            raise CheckpointError(
+                f"the tokenizer gives token {max(window):,} and the model has {vocabulary_size:,} of them: use tokenizer "
+                "and weights of the same model"
+            )
         if batch and (len(batch) == batch_size or len(window) != len(batch[0])):
             yield torch.tensor(batch)
             batch = []

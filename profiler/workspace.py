@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
-from .checkpoint import Checkpoint, locate
+from .checkpoint import Checkpoint, expand, locate
 from .errors import CheckpointError, FingerprintMismatchError, UnsupportedModelError, WorkspaceError
 from .json_file import read_json, require_format, write_json
 from .model_families import ModelShape
@@ -73,7 +73,7 @@ class Workspace:
 
 def model_name(model: str) -> str:
     """The last part of a directory or hub id, or that of a model file without its endings."""
-    path = Path(model).expanduser()
+    path = expand(model)
     if is_model_file(model):
         return path.name.removesuffix(".gguf").removesuffix(".powerinfer") or "model"
     return (path.resolve() if path.name in ("", "..") else path).name or "model"
@@ -81,7 +81,7 @@ def model_name(model: str) -> str:
 
 def describe(model: str, revision: str | None, checkpoint: Checkpoint | GgufModel) -> ModelRecord:
     """The record of an opened checkpoint or model file; reads 12 KiB of every tensor."""
-    path = Path(model).expanduser()
+    path = expand(model)
     if isinstance(checkpoint, GgufModel):
         return ModelRecord(checkpoint.name, str(path.absolute()), None, checkpoint.fingerprint(), checkpoint.shape)
     reference = str(path.absolute()) if path.is_dir() else model
@@ -111,8 +111,9 @@ def read_model(workspace: Workspace) -> ModelRecord:
         texts = isinstance(record.model, str) and isinstance(record.revision, str | None)
         if not texts or not re.fullmatch(r"[0-9a-f]{64}", record.fingerprint):
             raise ValueError("model, revision or fingerprint")
-        if not record.name or Path(record.name).name != record.name:
+        if not record.name or Path(record.name).name != record.name or "\0" in record.name + record.model:
             raise ValueError("name")
+        (record.name + record.model).encode()  # half of a surrogate pair is no name of a file either
     except (KeyError, TypeError, ValueError, UnsupportedModelError) as error:
         raise WorkspaceError(f"{str(workspace.model_json)!r} is damaged ({error}): {_REMEDY}") from error
     return record
@@ -143,7 +144,7 @@ def open_weights(model: str, revision: str | None, activation: str | None = None
     does, and to code that knows quantised matrices it hands those.
     """
     if is_model_file(model):
-        opened = GgufModel(Path(model).expanduser(), activation)
+        opened = GgufModel(expand(model), activation)
         opened.announce_dequantised()
         return cast(Checkpoint, opened)
     return Checkpoint(locate(model, revision))
