@@ -35,7 +35,7 @@ def resolve_device(name: str) -> "torch.device":
 def resolve_dtype(name: str, device: "torch.device", stored: "torch.dtype", parameters: int) -> "torch.dtype":
     """``auto`` is the stored dtype on a GPU; on a CPU fp32, or bf16 when fp32 weights would fill the memory.
 
-    F16 is never chosen for a CPU: its matrix products are a thousand times slower there than fp32's (measured with
+    F16 is never chosen for a CPU: its matrix products are about 600 times slower there than fp32's (measured with
     torch 2.13: 43 s against 0.07 s for one 7B down projection).
     """
     import torch

@@ -88,6 +88,7 @@ def main(
     """
     from pi_toolkit.predictor_training.predictor_file import read_hidden_sizes
     from pi_toolkit.profiler import activation_stats
+    from pi_toolkit.profiler.atomic_write import check_writable
     from pi_toolkit.profiler.model_gguf import GgufModel
     from pi_toolkit.profiler.workspace import Workspace, read_model
 
@@ -98,14 +99,15 @@ def main(
     place_in = Workspace(workspace)
     record = read_model(place_in)
     path = out or place_in.gpuidx(record)
-    refuse_unwritable(path)
+    check_writable(path, kind="file")
     shape = record.shape
     if ctx is not None and ctx > shape.max_positions:
-        raise click.BadParameter(f"{ctx} is beyond the model's {shape.max_positions} positions", param_hint="--ctx")
+        raise click.BadParameter(
+            f"{ctx} is beyond the model's {shape.max_positions} positions: give at most {shape.max_positions}",
+            param_hint="--ctx",
+        )
 
     stats = activation_stats.read(place_in.activation, shape.ffn_sizes, record.fingerprint)
-    if stats.fingerprint is None:
-        note("the firing counts state no model fingerprint: they were checked by their shapes alone")
     predictor_hidden = None
     if place_in.is_file:
         predictor_hidden = GgufModel(place_in.path).predictor_widths()
@@ -151,25 +153,26 @@ def resolve_hardware(name: str, vram: float | None) -> Hardware:
     return machine
 
 
-def refuse_unwritable(path: Path) -> None:
-    """Raise ``WorkspaceError`` before any work if *path* could not be written after it."""
-    from pi_toolkit.profiler.atomic_write import check_writable
-    from pi_toolkit.profiler.errors import WorkspaceError
-
-    if path.is_dir():
-        raise WorkspaceError(f"{str(path)!r} is a directory: give the name of a file with -o")
-    check_writable(path)
-
-
 def stored_dtype(workspace: "Workspace", record: "ModelRecord", model: str | None) -> str:
     """The type the checkpoint's FFN weights are stored in; bfloat16, announced, where there is no checkpoint here."""
     from pi_toolkit.profiler.workspace import open_checkpoint
 
-    if model is None and not Path(record.model).exists():
+    if model is None and not Path(record.model).exists() and not (model := downloaded(record)):
         note("the weights are not on this disk, so sizes are those of bfloat16: choose with --dtype")
         return "bfloat16"
     name = str(open_checkpoint(workspace, record, model).dtype()).removeprefix("torch.")
     return name if name in DTYPES else "float32"
+
+
+def downloaded(record: "ModelRecord") -> str | None:
+    """The directory of a hub model that an earlier command downloaded; a placement alone is not worth a download."""
+    from pi_toolkit.profiler.checkpoint import Checkpoint, locate
+    from pi_toolkit.profiler.errors import CheckpointError
+
+    try:
+        return str(Checkpoint(locate(record.model, record.revision, local_only=True)).directory)
+    except CheckpointError:  # not there, or only its config, from an interrupted download
+        return None
 
 
 def gpu_index(placement: "Placement", record: "ModelRecord", machine: Hardware, request: "PlacementRequest") -> Any:

@@ -48,5 +48,6 @@ def costs(
 
 
 def transfer_seconds(gpu: Gpu, hidden_size: int, batch_size: int) -> float:
-    """Hidden states of one layer to the CPU and its partial sums back."""
+    """Hidden states of one layer to the CPU and its partial sums back, one after the other: the sums depend on the states,
+    so each way has the bandwidth of one direction."""
     return 2 * hidden_size * ACTIVATION_BYTES * batch_size / gpu.pcie_bytes_per_second

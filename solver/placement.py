@@ -5,8 +5,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from pi_toolkit.profiler.command_line import readable_bytes
 from pi_toolkit.profiler.errors import PlacementError
-from pi_toolkit.profiler.hardware import GIB, Hardware
+from pi_toolkit.profiler.hardware import Hardware
 from pi_toolkit.profiler.model_families import ModelShape
 
 from .costs import costs
@@ -145,8 +146,8 @@ def _fewest_on_gpu(shape: ModelShape, units: UnitBytes, dense: DensePlacement, h
     room = hardware.cpu_memory_bytes - dense.cpu_bytes
     if room < 0:
         raise PlacementError(
-            f"embeddings, attention and head of {dense.cpu_bytes / GIB:.1f} GiB on the CPU exceed its memory of "
-            f"{hardware.cpu_memory_bytes / GIB:.1f} GiB: use a smaller --dtype, a shorter --ctx or more --vram"
+            f"embeddings, attention and head of {readable_bytes(dense.cpu_bytes)} on the CPU exceed its memory of "
+            f"{readable_bytes(hardware.cpu_memory_bytes)}: use a smaller --dtype, a shorter --ctx or more --vram"
         )
     return max(0, sum(shape.ffn_sizes) - room // units.neuron)
 

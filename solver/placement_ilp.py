@@ -104,9 +104,7 @@ def solve_with_cbc(problem: PlacementProblem, time_limit_seconds: float) -> CbcA
     if program.sol_status == pulp.LpSolutionInfeasible:
         return None
     if program.sol_status not in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
-        raise CbcUnusableError(
-            f"CBC found no placement within {time_limit_seconds:g} s: raise --time-limit, or use the greedy placement"
-        )
+        raise CbcUnusableError(f"CBC found no placement within {time_limit_seconds:g} s: raise --time-limit")
     choice = _read_choice(problem, x)
     in_time = time.monotonic() - began < time_limit_seconds
     return CbcAnswer(choice, program.sol_status == pulp.LpSolutionOptimal and in_time)
@@ -126,8 +124,8 @@ def _read_choice(problem: PlacementProblem, x: dict[tuple[int, int], Any]) -> Ch
     for (layer, group), variable in x.items():
         value = variable.value()
         if value is None or abs(value - round(value)) > _INTEGRALITY_TOLERANCE:
-            raise CbcUnusableError("CBC's answer is not integral: raise --time-limit, or use the greedy placement")
+            raise CbcUnusableError("CBC's answer is not integral: raise --time-limit")
         choice[layer][group] = round(value) == 1
     if not problem.is_feasible(choice):
-        raise CbcUnusableError("CBC's answer breaks a constraint: raise --time-limit, or use the greedy placement")
+        raise CbcUnusableError("CBC's answer breaks a constraint: raise --time-limit")
     return tuple(choice)
