@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from pi_toolkit.profiler.cli import main
 from pi_toolkit.profiler.workspace import Workspace, read_model
@@ -170,6 +170,9 @@ REFUSALS: dict[str, tuple[str, str]] = {
     "window too long": ("{model} --corpus {corpus} --window 129", "--window 129 is beyond the model's 128 positions"),
     "no such device": ("{model} --corpus {corpus} --device tpu", "is not a device: use auto, cpu, cuda or cuda:1"),
     "unusable device": ("{model} --corpus {corpus} --device meta", "is not supported: use auto, cpu, cuda"),
+    "unknown home": ("~nosuchuser/x --corpus {corpus}", "give the path in full"),
+    "unnamed corpus": ("{model} --corpus=", "the name of the corpus is empty: give wikipedia"),
+    "counts are a file": ("{model} --corpus {corpus} -o {tmp}/taken", "is no regular directory: move it away"),
     "absent GPU": ("{model} --corpus {corpus} --device cuda:99", "CUDA devices found): use --device cpu"),
 }
 
@@ -180,6 +183,8 @@ def test_refusal_leaves_nothing_behind(tmp_path: Path, model: Path, corpus: Path
     (tmp_path / "file").write_text("text")
     (tmp_path / "empty.txt").write_text("\n \n")
     (tmp_path / "one.txt").write_text("one document, which is the one that is held out")
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "activation").touch()
     template, sentence = REFUSALS[case]
     arguments = [part.format(tmp=tmp_path, model=model, corpus=corpus) for part in template.split()]
     out = [] if "-o" in arguments else ["-o", tmp_path / "pi"]
@@ -285,7 +290,118 @@ def test_own_mistake_keeps_its_traceback(
     assert isinstance(result.exception, RuntimeError)
 
 
-def test_real_interrupt_is_one_sentence(tmp_path: Path, model: Path) -> None:
+# What an edited or foreign config.json can hold: a key, its value, and the families it is tried on.
+ODD_CONFIGS: list[tuple[str, Any]] = [
+    ("hidden_act", None),
+    ("attention_bias", 0),
+    ("use_cache", None),
+    ("rms_norm_eps", 3),
+    ("rms_norm_eps", 10**400),
+    ("rope_theta", 10**400),
+    ("tie_word_embeddings", 1.5),
+    ("eos_token_id", "4"),
+    ("pad_token_id", 10**30),
+    ("rope_scaling", "abc"),
+    ("id2label", 0),
+    ("quantization_config", 0),
+    ("auto_map", 0),
+    ("layer_types", 0),
+    ("num_hidden_layers", 10**30),
+    ("num_hidden_layers", 10**8),
+    ("hidden_size", 10**400),
+    ("vocab_size", 10**30),
+    ("max_position_embeddings", 10**30),
+    ("head_dim", 10**400),
+    ("generation", []),
+]
+
+
+@pytest.mark.parametrize("family", ["llama", "opt"])
+@pytest.mark.parametrize(("key", "value"), ODD_CONFIGS, ids=[f"{key}={str(v)[:9]}" for key, v in ODD_CONFIGS])
+def test_odd_config_is_one_sentence_or_harmless(
+    tmp_path: Path, corpus: Path, run: Callable[..., Any], family: str, key: str, value: Any
+) -> None:
+    """Prevents the dozen types that transformers' validators raise, and numbers beyond every float, from being tracebacks."""
+    directory = save_family(tmp_path / "model", family)
+    if key == "generation":
+        (directory / "generation_config.json").write_text(json.dumps(value))
+    else:
+        config = json.loads((directory / "config.json").read_text())
+        (directory / "config.json").write_text(json.dumps(config | {key: value}))
+    result = run(main, directory, "--corpus", corpus, "--tokens", "100", "-o", tmp_path / "pi")
+    if result.exit_code:
+        assert result.exit_code == 1 and isinstance(result.exception, SystemExit), repr(result.exception)
+        message = result.stderr.strip().splitlines()[-1]
+        assert message.startswith("Error: ") and len(message) < 500, message
+        assert not (tmp_path / "pi").exists()
+
+
+def edit_tensor(directory: Path, name: str, change: Callable[[torch.Tensor], None]) -> None:
+    tensors = load_file(directory / "model.safetensors")
+    change(tensors[name])
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_refused(tmp_path: Path, corpus: Path, refuses: Refuses, value: float) -> None:
+    """Prevents a profile of 0 % from a damaged model: no comparison with NaN holds, so its neurons seem silent."""
+    directory = save_family(tmp_path / "model", "opt")
+    edit_tensor(directory, "model.decoder.layers.1.fc1.weight", lambda weight: weight.fill_(value))
+    message = refuses(main, directory, "--corpus", corpus, "--tokens", "100", "-o", tmp_path / "pi")
+    assert "the FFN of layer 1 computes values that are not finite" in message
+    assert message.endswith("download the model again, or use --dtype float32")
+    assert not (tmp_path / "pi").exists()
+
+
+def test_token_beyond_the_embedding_is_refused(tmp_path: Path, corpus: Path, refuses: Refuses) -> None:
+    """Prevents an IndexError from a tokenizer with a larger id than its number of tokens."""
+    directory = save_family(tmp_path / "model", "llama")
+    tokenizer = json.loads((directory / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary[max(vocabulary, key=lambda piece: (vocabulary[piece] < 4000) * len(piece))] = 4096
+    for piece in vocabulary:
+        if piece.strip("Ġ▁") == "the":
+            vocabulary[piece] = 5000
+    (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
+    message = refuses(main, directory, "--corpus", corpus, "--tokens", "100", "-o", tmp_path / "pi")
+    assert message.endswith("use tokenizer and weights of the same model")
+
+
+def test_missing_tokenizer_files_are_named(tmp_path: Path, corpus: Path, refuses: Refuses) -> None:
+    """Prevents "the corpus holds no text" when transformers makes an empty tokenizer of the config alone."""
+    directory = save_family(tmp_path / "model", "llama")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (directory / name).unlink()
+    message = refuses(main, directory, "--corpus", corpus, "--tokens", "100", "-o", tmp_path / "pi")
+    assert message.endswith(": download the model's tokenizer files into it")
+
+
+def test_corpus_is_tried_before_the_model_is_loaded(
+    tmp_path: Path, model: Path, refuses: Refuses, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prevents minutes of loading a model for a corpus that cannot be read."""
+    monkeypatch.setattr("pi_toolkit.profiler.hf_model.load_hf_model", lambda *_: pytest.fail("the model was loaded"))
+    (tmp_path / "broken.jsonl").write_text("{")
+    assert "is not valid JSON" in refuses(main, model, "--corpus", tmp_path / "broken.jsonl", "-o", tmp_path / "pi")
+
+
+@pytest.mark.parametrize("limit", [4, 30])
+def test_output_that_does_not_fit_is_one_sentence(tmp_path: Path, model: Path, corpus: Path, limit: int) -> None:
+    """Prevents torch's page of C++ for a full disk, here a limit in KiB on files, and a half-made workspace."""
+    code = (
+        f"import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, ({limit} * 1024,) * 2)\n"
+        "from pi_toolkit.profiler.cli import main\nmain()"
+    )
+    command = [sys.executable, "-c", code, str(model), "--corpus", str(corpus), "--tokens", "100"]
+    result = subprocess.run([*command, "-o", str(tmp_path / "pi")], capture_output=True, text=True, check=False)
+    assert result.returncode == 1
+    assert result.stderr.splitlines()[-1].startswith("Error: File too large"), result.stderr
+    assert "Traceback" not in result.stderr
+    assert everything_below(tmp_path) == set()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_real_interrupt_is_one_sentence(tmp_path: Path, model: Path, number: int) -> None:
     """Prevents what only a real process shows: Ctrl-C swallowed by a library, a traceback, or exit code 130."""
     endless = tmp_path / "endless.txt"
     endless.write_text("\n\n".join([" ".join(WORDS)] * 200_000))
@@ -297,7 +413,7 @@ def test_real_interrupt_is_one_sentence(tmp_path: Path, model: Path) -> None:
             if line.startswith("profiling"):
                 break
         time.sleep(1)
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         message = process.stderr.read()
     assert process.returncode == 1
     assert message.strip() == "Error: interrupted before the end: no output was changed, run the command again"
