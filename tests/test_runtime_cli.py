@@ -214,7 +214,8 @@ def test_a_silu_workspace_is_refused(tmp_path: Path, refuses: Refuses) -> None:
 
 def test_interrupt_ends_in_one_sentence(workspace: Workspace) -> None:
     """A traceback on Ctrl-C."""
-    command = [sys.executable, "-m", "pi_toolkit.runtime", str(workspace.path), "-p", "Hello", "-n", "100000"]
+    start = "from pi_toolkit.runtime.cli import main; main()"  # what the console script does
+    command = [sys.executable, "-c", start, str(workspace.path), "-p", "Hello", "-n", "100000"]
     record = read_model(workspace)
     (Path(record.model) / "generation_config.json").write_text("{}")
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ) as process:
