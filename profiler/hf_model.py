@@ -37,7 +37,9 @@ def load_hf_model(checkpoint: Checkpoint | GgufModel, device: "torch.device", dt
     except Exception as error:  # a config that its validators do not expect makes transformers raise any type
         if is_out_of_memory(error):
             raise
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = (" ".join(str(error).split()) or type(error).__name__)[
+            :300
+        ]  # validators name the field, then the fault
         raise CheckpointError(
             f"transformers cannot load {str(checkpoint.directory)!r} ({reason}): download the model again"
         ) from error

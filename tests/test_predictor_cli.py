@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
 
 from pi_toolkit.predictor_training import predictor_file
 from pi_toolkit.predictor_training.cli import main
@@ -153,6 +154,9 @@ REFUSALS: dict[str, tuple[str, str]] = {
     "window too long": ("{pi} --corpus {corpus} --window 129", "--window 129 is beyond the model's 128 positions"),
     "no such device": ("{pi} --corpus {corpus} --device tpu", "is not a device: use auto, cpu, cuda or cuda:1"),
     "more tokens than disk": ("{pi} --corpus {corpus} --tokens 900000G", "free: lower --tokens or free some space"),
+    "unknown home": ("{pi} --corpus {corpus} --model ~nosuchuser/x", "give the path in full"),
+    "unnamed corpus": ("{pi} --corpus=", "the name of the corpus is empty"),
+    "broken corpus": ("{pi} --corpus {tmp}/broken.jsonl", "is not valid JSON: mend or remove it"),
     "diverged": (
         "{pi} --corpus {corpus} --tokens 400 --learning-rate 1e30",
         "does not fit in F16: train with a lower --learning-rate",
@@ -165,6 +169,7 @@ def test_refusal_changes_nothing(tmp_path: Path, workspace: Path, corpus: Path, 
     """Prevents tracebacks, lost predictors and gigabytes of left-over samples from ordinary mistakes."""
     (tmp_path / "file").write_text("text")
     (tmp_path / "empty.txt").write_text("\n")
+    (tmp_path / "broken.jsonl").write_text("{")
     (tmp_path / "short.txt").write_text("\n\n".join(" ".join(WORDS) for _ in range(5)))
     save_family(tmp_path / "other", "llama", seed=1)
     template, sentence = REFUSALS[case]
@@ -179,6 +184,7 @@ def test_refusal_changes_nothing(tmp_path: Path, workspace: Path, corpus: Path, 
     [
         *("--tokens=0", "--tokens=abc", "--recall=1.5", "--recall=nan", "--recall=0", "--recall=1", "--recall=high"),
         *("--learning-rate=0", "--learning-rate=nan", "--learning-rate=inf", "--hidden=0", "--epochs=0", "--seed=-1"),
+        *("--learning-rate=1e300", f"--hidden={2**20 + 1}", f"--seed={2**63}"),
     ],
 )
 def test_malformed_option_is_a_usage_error(workspace: Path, refuses: Refuses, option: str) -> None:
@@ -221,6 +227,47 @@ def test_smooth_model_is_refused_at_once(tmp_path: Path, quick: list[object], re
     assert "'silu', and only those of 'relu' are known to contribute exactly zero when they are silent" in refuses(
         main, tmp_path / "pi", *quick
     )
+
+
+def test_damaged_model_is_named_before_the_training(
+    tmp_path: Path, corpus: Path, quick: list[object], refuses: Refuses
+) -> None:
+    """Prevents the learning rate from being blamed for weights that are not finite."""
+    from pi_toolkit.profiler.workspace import describe, write_model
+
+    directory = save_family(tmp_path / "model", "opt")
+    tensors = load_file(directory / "model.safetensors")
+    tensors["model.decoder.layers.1.fc1.weight"][0] = float("nan")
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    write_model(Workspace(tmp_path / "pi"), describe(str(directory), None, Checkpoint(directory)))
+    assert "the FFN of layer 1 computes values that are not finite" in refuses(main, tmp_path / "pi", *quick)
+    assert {path.name for path in (tmp_path / "pi").iterdir()} == {"model.json"}
+
+
+def test_file_in_place_of_the_predictors_is_left_alone(workspace: Path, quick: list[object], refuses: Refuses) -> None:
+    """Prevents a user's file from being replaced by a directory without a word."""
+    (workspace / "predictor").write_text("mine")
+    assert "predictor' is no regular directory: move it away" in refuses(main, workspace, *quick)
+    assert (workspace / "predictor").read_text() == "mine"
+
+
+@pytest.mark.parametrize("limit", [4, 20])
+def test_disk_that_is_too_small_is_one_sentence(workspace: Path, corpus: Path, limit: int) -> None:
+    """Prevents SIGBUS and torch's page of C++ for a full disk, here a limit in KiB on files."""
+    code = (
+        f"import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, ({limit} * 1024,) * 2)\n"
+        "from pi_toolkit.predictor_training.cli import main\nmain()"
+    )
+    before = contents(workspace)
+    command = [sys.executable, "-c", code, str(workspace), "--corpus", str(corpus), "--epochs", "1", "--window", "32"]
+    # With 20 KiB the samples fit and predictors of this width do not.
+    tokens = ["--tokens", "1k" if limit == 4 else "200", "--hidden", "128"]
+    result = subprocess.run([*command, *tokens], capture_output=True, text=True, check=False)
+    assert result.returncode == 1
+    assert result.stderr.splitlines()[-1].startswith("Error: File too large"), result.stderr
+    assert "Traceback" not in result.stderr
+    assert contents(workspace) == before
+    assert not list(workspace.glob(".tmp-*"))
 
 
 def test_unwritable_workspace_is_reported_before_the_work(
@@ -277,7 +324,8 @@ def test_interruption_in_any_stage_keeps_the_old_predictors(
     assert {path.name for path in workspace.iterdir()} == {"model.json", "activation", "predictor"}
 
 
-def test_real_interrupt_is_one_sentence(tmp_path: Path, workspace: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_real_interrupt_is_one_sentence(tmp_path: Path, workspace: Path, number: int) -> None:
     """Prevents what only a real process shows: Ctrl-C swallowed by a library, a traceback, or left-over samples."""
     endless = tmp_path / "endless.txt"
     endless.write_text("\n\n".join([" ".join(WORDS)] * 100_000))
@@ -293,7 +341,7 @@ def test_real_interrupt_is_one_sentence(tmp_path: Path, workspace: Path) -> None
         while not list(workspace.glob(".tmp-*/*")) and time.monotonic() < deadline:
             time.sleep(0.1)
         assert list(workspace.glob(".tmp-*/*")), "sampling did not begin"
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         message = process.stderr.read()
     assert process.returncode == 1
     assert message.strip() == "Error: interrupted before the end: no output was changed, run the command again"

@@ -1,5 +1,7 @@
 """Samples are exactly what the layer saw and did, document by document in its split; the disk is asked beforehand."""
 
+import errno
+import os
 import shutil
 from collections import namedtuple
 from pathlib import Path
@@ -8,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from pi_toolkit.predictor_training.sample import SPLITS, SampleStore, collect_samples, split_tokens
+from pi_toolkit.predictor_training.sample import SPLITS, SampleStore, collect_samples, reserve, split_tokens
 from pi_toolkit.profiler.checkpoint import Checkpoint
 from pi_toolkit.profiler.corpus import split_of
 from pi_toolkit.profiler.errors import CorpusError
@@ -137,6 +139,39 @@ def test_too_few_documents_are_refused(tmp_path: Path, documents: int, missing: 
         collect(tmp_path, "opt", path, dict.fromkeys(SPLITS, 10))
 
 
+def test_samples_have_their_room_on_the_disk(tmp_path: Path) -> None:
+    """Prevents SIGBUS: a file with holes maps well and kills the process when the disk has filled up meanwhile."""
+    reserve(tmp_path / "samples", 10**6)
+    status = (tmp_path / "samples").stat()
+    assert status.st_size == 10**6 and status.st_blocks * 512 >= 10**6
+
+
+@pytest.mark.parametrize("number", [errno.EOPNOTSUPP, errno.EINVAL])
+def test_file_systems_that_cannot_reserve_are_used_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """Prevents a network file system without allocation from being no place for a workspace."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(number, "not supported")
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    reserve(tmp_path / "samples", 10**6)
+    assert (tmp_path / "samples").stat().st_size == 10**6
+
+
+def test_full_disk_while_reserving_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prevents "No space left on device" without saying where."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    with pytest.raises(OSError) as caught:
+        reserve(tmp_path / "samples", 10**6)
+    assert caught.value.filename == str(tmp_path / "samples")
+
+
 def test_full_disk_is_refused_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prevents SIGBUS, which no program survives, when a memory-mapped file meets a full disk."""
     shape = Checkpoint(save_family(tmp_path / "model", "opt")).shape
@@ -145,7 +180,9 @@ def test_full_disk_is_refused_before_anything_is_written(tmp_path: Path, monkeyp
     monkeypatch.setattr(shutil, "disk_usage", lambda _path: usage(10**12, 10**12 - need + 1, need - 1))
     (tmp_path / "samples").mkdir()
     tokens = {"training": 800_000, "calibration": 100_000, "held-out": 100_000}
-    with pytest.raises(CorpusError, match=r"1,000,000 samples take 217\.4 MiB and .* has 217\.4 MiB free: lower --tokens"):
+    with pytest.raises(
+        CorpusError, match=r"1,000,000 samples take 217\.4 MiB and .* has 217\.4 MiB free: lower --tokens"
+    ):
         SampleStore(tmp_path / "samples", shape, tokens, CPU)
     assert list((tmp_path / "samples").iterdir()) == []
 

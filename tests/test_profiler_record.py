@@ -130,6 +130,24 @@ def test_smooth_activation_is_refused_with_its_share_of_zeros(
     assert ": use a ReLU version" in caught.value.message
 
 
+def test_other_activation_with_zeros_is_not_said_to_have_none(tmp_path: Path) -> None:
+    """Prevents a sentence that contradicts itself: 80 % exact zeros, "so no neuron can be skipped"."""
+    checkpoint, model = load(save_family(tmp_path, "llama", hidden_act="relu2"))
+    with pytest.raises(UnsupportedModelError, match=r"exactly zero over 12 tokens, but its maths is not implemented"):
+        record_firings(model, checkpoint.shape, window_batches(random_windows(1, 12), 1))
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_layer_that_computes_nan_is_named(tmp_path: Path, family: str) -> None:
+    """Prevents neurons of a damaged model from passing for silent ones, and blaming a layer before or after it."""
+    checkpoint, model = load(save_family(tmp_path, family))
+    names = {"opt": "fc1", "falcon": "dense_h_to_4h"}
+    with torch.no_grad():
+        getattr(mlp_modules(model)[1], names.get(model.config.model_type, "gate_proj")).weight[3] = float("nan")
+    with pytest.raises(CheckpointError, match=r"the FFN of layer 1 computes values that are not finite"):
+        record_firings(model, checkpoint.shape, window_batches(random_windows(2, 9), 2))
+
+
 @pytest.mark.parametrize("family", CONFIGS)
 def test_config_that_claims_relu_is_not_believed(tmp_path: Path, family: str) -> None:
     """Prevents counts of a model whose code computes another activation than its config names."""
