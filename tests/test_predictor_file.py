@@ -151,6 +151,8 @@ GOOD = {"fc1.weight": torch.ones(3, HIDDEN), "fc2.weight": torch.ones(10, 3)}
         ({**GOOD, "fc1.weight": torch.ones(3, HIDDEN, dtype=torch.int8)}, "does not hold two matrices in F16"),
         ({**GOOD, "fc1.weight": torch.ones(3 * HIDDEN)}, "does not hold two matrices in F16, BF16 or F32"),
         ({**GOOD, "fc1.weight": torch.ones(3, HIDDEN).to_sparse()}, "does not hold two matrices in F16, BF16 or F32"),
+        ({**GOOD, "fc1.weight": torch.ones(3, HIDDEN).to(torch.float8_e4m3fn)}, "does not hold two matrices in F16"),
+        ({**GOOD, "fc1.weight": torch.ones(3, HIDDEN, device="meta")}, "does not hold two matrices in F16"),
         ({**GOOD, "fc1.weight": [1.0]}, "does not hold two matrices in F16, BF16 or F32"),
         ({"fc1.weight": torch.ones(0, HIDDEN), "fc2.weight": torch.ones(10, 0)}, "has 0 hidden units"),
         (
@@ -203,6 +205,36 @@ def test_missing_directory_says_what_to_run(tmp_path: Path) -> None:
     assert "predictor' is missing: run pi-train-predictor first" in refusal(tmp_path / "predictor")
 
 
+def test_file_in_place_of_the_directory_is_named(tmp_path: Path) -> None:
+    """Prevents a file called ``predictor`` from being reported as missing."""
+    (tmp_path / "predictor").touch()
+    with pytest.raises(PredictorFileError, match="is no directory: move it away and run pi-train-predictor"):
+        read(tmp_path / "predictor")
+
+
+def test_absent_fingerprint_is_announced_once(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Prevents predictors of nobody knows which model from being used without a word."""
+    edit_config(directory, {"fingerprint": None})
+    assert read(directory).fingerprint is None
+    assert capsys.readouterr().err.splitlines() == [
+        f"{str(directory)!r} states no model fingerprint: it was checked by its shapes alone"
+    ]
+
+
+def test_file_that_may_not_be_read_is_not_called_damaged(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prevents the remedy of training again where permissions are wrong; simulated, because root may read anything."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied", "model_0.pt")
+
+    with monkeypatch.context() as patch, pytest.raises(PermissionError):
+        patch.setattr(torch, "load", refuse)
+        read(directory)
+    with monkeypatch.context() as patch, pytest.raises(PermissionError):
+        patch.setattr(Path, "read_text", refuse)
+        read(directory)
+
+
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
@@ -240,6 +272,8 @@ def layers(**changes: Any) -> list[dict[str, Any]]:
         ({"version": 2}, "version 2, and this release reads 'powerinfer-toolkit/predictor' version 1"),
         ({"sparse_threshold": float("nan")}, "states threshold nan"),
         ({"sparse_threshold": float("inf")}, "states threshold inf"),
+        ({"sparse_threshold": 10**400}, "states threshold 1000"),
+        ({"layers": layers(hidden=10**400)}, "has a malformed list of layers"),
         ({"sparse_threshold": "1.0"}, "states threshold '1.0'"),
         ({"sparse_threshold": True}, "states threshold True"),
         ({"sparse_threshold": None}, "states threshold None"),

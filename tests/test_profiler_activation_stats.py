@@ -52,6 +52,34 @@ def test_counts_and_their_origin_survive(directory: Path) -> None:
     assert_equal(activation_stats.read(directory, SIZES, FINGERPRINT), example())
 
 
+@pytest.mark.parametrize("tensor", [torch.ones(5, device="meta"), torch.ones(5).to_sparse()], ids=["meta", "sparse"])
+def test_counts_without_content_are_refused(directory: Path, tensor: torch.Tensor) -> None:
+    """Prevents a NotImplementedError from a tensor that states a shape and holds no numbers."""
+    torch.save(tensor, directory / "activation_0.pt")
+    assert "does not hold one numeric vector of counts" in refusal(directory)
+
+
+def test_absent_fingerprint_is_announced_once(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Prevents a placement from counts of nobody knows which model without a word."""
+    (directory / "profile.json").unlink()
+    assert activation_stats.read(directory, SIZES, FINGERPRINT).fingerprint is None
+    assert capsys.readouterr().err.splitlines() == [
+        f"{str(directory)!r} states no model fingerprint: it was checked by its shapes alone"
+    ]
+
+
+def test_full_disk_is_an_error_of_the_system(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prevents the RuntimeError "unexpected pos" that torch's own writer raises, and the loss of the old counts."""
+
+    def refuse(self: Path, _content: bytes) -> None:
+        raise OSError(28, "No space left on device", str(self))
+
+    monkeypatch.setattr(Path, "write_bytes", refuse)
+    with pytest.raises(OSError, match="No space left"):
+        activation_stats.write(directory, example())
+    assert_equal(activation_stats.read(directory, SIZES, FINGERPRINT), example())
+
+
 def test_files_are_powerinfers(directory: Path) -> None:
     """Prevents a format that PowerInfer's solver, which calls ``torch.load`` and ``topk``, cannot read."""
     for layer, counts in enumerate(example().counts):

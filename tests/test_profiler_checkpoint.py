@@ -218,6 +218,7 @@ def test_config_that_is_no_json_object_is_refused(tmp_path: Path, content: bytes
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
+        (lambda t: t.to(torch.float8_e5m2), "is stored as torch.float8_e5m2: use an unquantised checkpoint"),
         (lambda t: t.to(torch.int8), "is stored as torch.int8: use an unquantised checkpoint"),
         (lambda t: t.T.contiguous(), "has shape [32, 96] where config.json asks for [96, 32]"),
         (lambda t: t[:, :-1].contiguous(), "has shape [96, 31]"),
@@ -278,6 +279,58 @@ def test_model_that_is_nowhere_is_one_sentence(model: str, monkeypatch: pytest.M
         locate(model)
     assert repr(model) in caught.value.message
     assert "\n" not in caught.value.message
+
+
+@pytest.mark.parametrize(
+    "change", [lambda t: t.to_sparse(), lambda t: torch.empty_like(t, device="meta")], ids=["sparse", "meta"]
+)
+def test_tensor_without_content_is_refused(tmp_path: Path, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Prevents a traceback, or random weights, from a .bin whose tensors are not stored in full."""
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensors = tensors_of("llama")
+    tensors[name] = change(tensors[name])
+    message = refusal(model_directory(tmp_path / "model", "llama", write_bin, tensors))
+    assert message.endswith("is sparse, quantised or without content: use a checkpoint with dense weights")
+
+
+@pytest.mark.parametrize("write", [write_safetensors, write_bin])
+def test_file_that_may_not_be_read_is_not_called_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Callable[[Path, Tensors], None]
+) -> None:
+    """Prevents the remedy of downloading 13 GB again where permissions are wrong; simulated, because root may read all."""
+
+    real_open = Path.open
+
+    def open_others(path: Path, *arguments: Any, **options: Any) -> Any:
+        if path.suffix in (".safetensors", ".bin"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return real_open(path, *arguments, **options)
+
+    directory = model_directory(tmp_path / "model", "llama", write)
+    monkeypatch.setattr(Path, "open", open_others)
+    monkeypatch.setattr(torch, "load", open_others)
+    with pytest.raises(PermissionError):
+        Checkpoint(directory)
+
+
+def cached_on_the_hub(cache: Path, directory: Path, model: str) -> None:
+    """Put *directory* where the hub client keeps what it downloaded of *model*."""
+    place = cache / f"models--{model.replace('/', '--')}"
+    shutil.copytree(directory, place / "snapshots" / "0123abcd")
+    (place / "refs").mkdir()
+    (place / "refs" / "main").write_text("0123abcd")
+
+
+def test_downloaded_model_is_found_without_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prevents a download, or "not on this disk", for a model that an earlier command fetched."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    with pytest.raises(CheckpointError):
+        locate("someone/tiny", local_only=True)
+    original = save_family(tmp_path / "model", "opt")
+    cached_on_the_hub(tmp_path / "cache", original, "someone/tiny")
+    found = Checkpoint(locate("someone/tiny", local_only=True))
+    assert found.fingerprint() == Checkpoint(original).fingerprint()
 
 
 def test_copied_directory_opens_after_the_original_is_gone(tmp_path: Path) -> None:

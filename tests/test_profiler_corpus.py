@@ -129,6 +129,37 @@ def test_network_failure_in_mid_stream_is_one_sentence(monkeypatch: pytest.Monke
         next(texts)
 
 
+def test_no_network_is_said_at_once_and_in_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Prevents half a minute of the hub client's retries, each announced on two lines, before the first text."""
+
+    def unreachable(*_arguments: Any, **options: Any) -> None:
+        assert options["timeout"] <= 10
+        raise ConnectionError("Name or service not known")
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", unreachable)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_a, **_o: pytest.fail("streaming began"))
+    with pytest.raises(CorpusError, match=r"cannot be streamed \(Name or service not known\): check the network"):
+        documents("wikipedia")
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("name", ["", "  "])
+def test_empty_name_is_refused(name: str) -> None:
+    """Prevents an empty variable in a script from meaning the current folder."""
+    with pytest.raises(CorpusError, match="the name of the corpus is empty: give wikipedia"):
+        documents(name)
+
+
+def test_damaged_corpus_is_refused_when_it_is_opened(tmp_path: Path) -> None:
+    """Prevents loading a model for a corpus whose first text cannot be read."""
+    (tmp_path / "corpus.jsonl").write_text("{")
+    with pytest.raises(CorpusError, match="line 1 of"):
+        documents(str(tmp_path / "corpus.jsonl"))
+
+
 def test_wikipedia_introductions_come_from_the_package() -> None:
     """Prevents the only corpus that needs no network from being empty or without its titles."""
     texts = list(islice(documents("wikipedia-intros"), 50))
@@ -269,6 +300,13 @@ def test_window_beyond_the_positions_is_refused() -> None:
     check_window(128, 128)
     with pytest.raises(CorpusError, match="--window 129 is beyond the model's 128 positions: choose a smaller window"):
         check_window(129, 128)
+
+
+def test_token_beyond_the_model_is_refused() -> None:
+    """Prevents an IndexError in the embedding from a tokenizer with ids beyond its number of tokens."""
+    assert [batch.tolist() for batch in window_batches([[1, 9]], 1, 10)] == [[[1, 9]]]
+    with pytest.raises(CheckpointError, match="the tokenizer gives token 10 and the model has 10 of them: use"):
+        list(window_batches([[1, 10]], 1, 10))
 
 
 @pytest.mark.parametrize("content", [None, b"{", b"{}"])

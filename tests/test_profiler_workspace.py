@@ -109,6 +109,9 @@ def test_name_of_the_current_and_the_parent_folder(tmp_path: Path, monkeypatch: 
         ({"name": ""}, "is damaged"),
         ({"name": 7}, "is damaged"),
         ({"revision": ["main"]}, "is damaged"),
+        ({"name": "a\0b"}, "is damaged (name)"),
+        ({"model": "a\0b"}, "is damaged (name)"),
+        ({"name": "\ud800"}, "is damaged"),
         ({"shape": None}, "is damaged"),
         ({"shape": {}}, "is damaged"),
         ({"shape": "llama"}, "is damaged"),
@@ -136,6 +139,30 @@ def test_model_json_that_is_no_json_is_refused(workspace: Workspace, content: by
     """Prevents a traceback from a damaged file."""
     workspace.model_json.write_bytes(content)
     assert "run pi-profile MODEL to make the workspace" in refusal(workspace)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *((key, 10**400) for key in ("vocabulary_size", "hidden_size", "max_positions", "ffn_sizes", "norm_epsilon")),
+        ("vocabulary_size", 2**40 + 1),
+    ],
+)
+def test_sizes_beyond_reason_are_refused(workspace: Workspace, key: str, value: int) -> None:
+    """Prevents OverflowError where bytes become floating point, far from the file that is wrong."""
+    content = json.loads(workspace.model_json.read_text("utf-8"))
+    content["shape"][key] = [value] if key == "ffn_sizes" else value
+    workspace.model_json.write_text(json.dumps(content), "utf-8")
+    assert f"has a malformed {key}: run pi-profile again" in refusal(workspace)
+
+
+def test_home_of_an_unknown_user_is_one_sentence(workspace: Workspace) -> None:
+    """Prevents RuntimeError from a path that begins with ``~``."""
+    for model in ("~nosuchuser", "~nosuchuser/model"):
+        with pytest.raises(CheckpointError, match=r"no known user's home .*: give the path in full"):
+            model_name(model)
+        with pytest.raises(CheckpointError, match=r"no known user's home .*: give the path in full"):
+            open_checkpoint(workspace, replace(read_model(workspace), model=model), None)
 
 
 def test_missing_workspace_says_what_to_run(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """``pi-place`` as its users meet it: what it writes and prints, and one sentence for every bad input."""
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -17,6 +18,8 @@ from pi_toolkit.profiler.hardware import GIB
 from pi_toolkit.solver import cli, gpuidx, placement
 from pi_toolkit.solver.memory import unit_bytes
 from solver_cases import FINGERPRINT, make_workspace, tiny_shape, zipf_counts
+from test_profiler_checkpoint import cached_on_the_hub
+from tiny_models import save_family
 
 SHAPE = tiny_shape((128, 192))
 JSON_KEYS = (
@@ -209,6 +212,22 @@ def test_counts_without_a_fingerprint_are_announced(tmp_path):
     assert result.exit_code == 0 and "no model fingerprint" in result.stderr
 
 
+def test_predictors_without_a_fingerprint_are_announced(workspace):
+    fc1, fc2 = (torch.ones(32, 32),) * 2, tuple(torch.ones(n, 32) for n in SHAPE.ffn_sizes)
+    predictor_file.write(workspace.predictor, predictor_file.PredictorSet(fc1, fc2, 1.0, None, None), {})
+    (workspace.predictor / "config.json").unlink()
+    notes = pi_place(workspace.path, "--hardware", "cpu-only").stderr.splitlines()
+    assert [line for line in notes if "fingerprint" in line] == [
+        f"{str(workspace.predictor)!r} states no model fingerprint: it was checked by its shapes alone"
+    ]
+
+
+def test_a_file_in_place_of_the_predictors_is_refused(workspace):
+    """It was taken for no predictors, and the GPU filled with neurons in their place."""
+    workspace.predictor.touch()
+    refused(pi_place(workspace.path, "--vram", 8), "predictor' is no directory: move it away")
+
+
 def test_counts_of_another_width_are_refused(tmp_path):
     """Layers of equal number and other n_ff: PowerInfer's engine would accept them."""
     made = make_workspace(tmp_path / "w", SHAPE, zipf_counts(SHAPE.ffn_sizes))
@@ -229,7 +248,63 @@ def test_unwritable_output_is_refused_before_solving(workspace, monkeypatch, tmp
     monkeypatch.setattr(placement, "place", lambda *_: pytest.fail("solved before looking at the output"))
     (tmp_path / "a file").write_bytes(b"")
     refused(pi_place(workspace.path, "--vram", 8, "-o", tmp_path / "a file" / "x.gpuidx"), "cannot write")
-    refused(pi_place(workspace.path, "--vram", 8, "-o", tmp_path), "is a directory")
+    refused(
+        pi_place(workspace.path, "--vram", 8, "-o", tmp_path), "is a directory: move it away or choose another name"
+    )
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("a file")
+    for name in ("pipe", "link"):
+        refused(pi_place(workspace.path, "--vram", 8, "-o", tmp_path / name), "is no regular file: move it away")
+    refused(pi_place(workspace.path, "--vram", 8, "-o", "/dev/null"), "is no regular file")
+
+
+def test_interruption_after_writing_says_so(workspace, monkeypatch):
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "print_placement", interrupt)
+    refused(pi_place(workspace.path, "--vram", 8), "tiny.gpuidx' was already written, run the command again")
+    assert (workspace.path / "tiny.gpuidx").exists()
+
+
+@pytest.mark.parametrize("change", [{"vocabulary_size": 10**400}, {"ffn_sizes": [10**400, 128]}])
+def test_absurd_sizes_are_one_sentence(workspace, change):
+    """OverflowError came from the very sentence that says that the model does not fit."""
+    content = json.loads(workspace.model_json.read_text())
+    content["shape"] |= change
+    workspace.model_json.write_text(json.dumps(content))
+    refused(pi_place(workspace.path, "--vram", 8), "has a malformed")
+
+
+@pytest.mark.parametrize("memory_gib", ["9e11", "9e8"])
+def test_huge_memory_is_refused_or_fits_the_file(workspace, memory_gib, tmp_path):
+    """struct.error: bytes beyond the 64 bits that the placement's file has for them."""
+    text = (Path(cli.__file__).parents[1] / "profiler/hardware_presets/rtx4090-i9-13900k.toml").read_text()
+    (tmp_path / "mine.toml").write_text(text.replace("memory_gib = 24", f"memory_gib = {memory_gib}"))
+    result = pi_place(workspace.path, "--hardware", tmp_path / "mine.toml")
+    assert result.exit_code == (1 if memory_gib == "9e11" else 0), result.output
+    assert result.exception is None or isinstance(result.exception, SystemExit)
+
+
+def test_a_downloaded_model_brings_its_dtype(tmp_path, monkeypatch):
+    """A hub id was taken for weights that are elsewhere, and its sizes for bfloat16's."""
+    from pi_toolkit.profiler.activation_stats import ActivationStats
+    from pi_toolkit.profiler.activation_stats import write as write_counts
+    from pi_toolkit.profiler.checkpoint import Checkpoint
+    from pi_toolkit.profiler.workspace import Workspace, describe, write_model
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    original = save_family(tmp_path / "model", "opt")
+    cached_on_the_hub(tmp_path / "cache", original, "someone/tiny")
+    made, record = Workspace(tmp_path / "w"), describe("someone/tiny", None, Checkpoint(original))
+    write_model(made, record)
+    write_counts(made.activation, ActivationStats(zipf_counts(record.shape.ffn_sizes), record.fingerprint, 10**6))
+    result = pi_place(made.path, "--vram", 8, "--json")
+    assert "not on this disk" not in result.stderr
+    assert json.loads(result.stdout.splitlines()[-1])["dtype"] == "float32"
+    for file in (tmp_path / "cache").rglob("*.safetensors"):  # an interrupted download
+        file.unlink()
+    assert "not on this disk" in pi_place(made.path, "--vram", 8, "--json").stderr
 
 
 def test_interruption_leaves_the_old_placement(workspace, monkeypatch):
