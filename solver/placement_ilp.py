@@ -3,8 +3,12 @@
 It contains the model and the reading of the solver's answer. What things cost is in :mod:`.costs` and :mod:`.memory`.
 """
 
+import os
+import signal
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -96,7 +100,7 @@ def solve_with_cbc(problem: PlacementProblem, time_limit_seconds: float) -> CbcA
         )
         program, x = placement_program(problem)
         began = time.monotonic()
-        with tempfile.TemporaryDirectory() as solver.tmpDir:
+        with tempfile.TemporaryDirectory() as solver.tmpDir, _started_processes_end():
             program.solve(solver)
     except (pulp.PulpSolverError, OSError, ImportError, ValueError, IndexError) as error:
         raise CbcUnusableError(f"CBC cannot be used ({error}): reinstall it with pip install 'pulp[cbc]'") from error
@@ -108,6 +112,28 @@ def solve_with_cbc(problem: PlacementProblem, time_limit_seconds: float) -> CbcA
     choice = _read_choice(problem, x)
     in_time = time.monotonic() - began < time_limit_seconds
     return CbcAnswer(choice, program.sol_status == pulp.LpSolutionOptimal and in_time)
+
+
+@contextmanager
+def _started_processes_end() -> Iterator[None]:
+    """On any exception, end what this thread started inside the block: PuLP only waits for CBC, which would go on
+    computing for nobody until its time limit."""
+    before = _children()
+    try:
+        yield
+    except BaseException:
+        for process in _children() - before:
+            with suppress(OSError):
+                os.kill(process, signal.SIGKILL)
+        raise
+
+
+def _children() -> set[int]:
+    """Processes this thread started; none where the system does not list them (other than Linux)."""
+    try:
+        return {int(process) for process in Path("/proc/thread-self/children").read_text("ascii").split()}
+    except OSError:
+        return set()
 
 
 def _cbc_path() -> str:

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -265,6 +266,35 @@ def test_interruption_after_writing_says_so(workspace, monkeypatch):
     monkeypatch.setattr(cli, "print_placement", interrupt)
     refused(pi_place(workspace.path, "--vram", 8), "tiny.gpuidx' was already written, run the command again")
     assert (workspace.path / "tiny.gpuidx").exists()
+
+
+def test_terminated_command_takes_its_solver_along(tmp_path):
+    """CBC went on until its time limit, at full load, and its files stayed in the folder for temporary ones."""
+    made = make_workspace(tmp_path / "w", SHAPE, zipf_counts(SHAPE.ffn_sizes))
+    started, temporary = tmp_path / "started", tmp_path / "temporary"
+    temporary.mkdir()
+    solver = tmp_path / "cbc"
+    solver.write_text(f"#!/bin/sh\necho $$ > {started}.part && mv {started}.part {started}\nexec sleep 60\n")
+    solver.chmod(0o755)
+    code = (
+        f"import cbcbox\ncbcbox.cbc_bin_path = lambda: {str(solver)!r}\nfrom pi_toolkit.solver.cli import main\nmain()"
+    )
+    command = [sys.executable, "-c", code, str(made.path), "--vram", "8", "--sync-seconds", "0"]
+    environment = os.environ | {"TMPDIR": str(temporary)}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
+        deadline = time.monotonic() + 60
+        while not started.exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        child = int(started.read_text())
+        process.terminate()
+        _, message = process.communicate(timeout=30)
+    assert process.returncode == 1 and message.splitlines()[-1].startswith("Error: interrupted before the end"), message
+    assert not list(temporary.iterdir())
+    if sys.platform.startswith("linux"):
+        state = Path(f"/proc/{child}/stat")
+        while state.exists() and state.read_text().split()[2] != "Z" and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not state.exists() or state.read_text().split()[2] == "Z", "the solver outlived its command"
 
 
 @pytest.mark.parametrize("change", [{"vocabulary_size": 10**400}, {"ffn_sizes": [10**400, 128]}])
