@@ -106,7 +106,7 @@ def load_weights(
         positions=None if shape.rotary else loader.matrix(checkpoint.shared("positions.weight"), plan.cold),
         layers=tuple(layers),
         final_norm=loader.norm(checkpoint.shared, "final_norm", head_device),
-        head=embedding if tied else loader.matrix(checkpoint.shared("head.weight"), head_device),
+        head=embedding if tied else loader.head(checkpoint.shared("head.weight"), head_device),
     )
 
 
@@ -120,7 +120,17 @@ class _Loader:
     kind: Kind
 
     def matrix(self, source: "torch.Tensor | QuantisedMatrix", device: "torch.device") -> PackedMatrix:
-        return pack(source, self.kind, device)
+        """*source* as a matrix of its own; blocks stay of their type in a model of blocks, whichever the others have."""
+        keep = isinstance(source, QuantisedMatrix) and self.kind in ("q8_0", "q4_0")
+        return pack(source, source.kind if keep else self.kind, device)
+
+    def head(self, source: "torch.Tensor | QuantisedMatrix", device: "torch.device") -> PackedMatrix:
+        """The output head, in a model of q4_0 as q8_0 unless it comes as q4_0.
+
+        Quantisers keep it more precise than the rest; at four bits the perplexity of a file by PowerInfer's moves by 1.8 %.
+        """
+        plain = not isinstance(source, QuantisedMatrix)
+        return pack(source, "q8_0", device) if plain and self.kind == "q4_0" else self.matrix(source, device)
 
     def norm(self, tensor: "Callable[[str], torch.Tensor]", role: str, device: "torch.device") -> Norm:
         shape = self.checkpoint.shape
@@ -193,7 +203,7 @@ class _Loader:
             )
         pairs = allocate(len(ids), 2 * length, device)
         return NeuronTier(
-            first=self.matrix(rows("gate.weight"), device),
+            first=pack(rows("gate.weight"), self.kind, device),  # of one type with up: both meet the same prepared vector
             up=fill(pairs[:, :length], self.kind, rows("up.weight")),
             down=fill(pairs[:, length:], self.kind, rows("down.weight")),
             up_bias=up_bias,
