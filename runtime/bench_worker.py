@@ -17,8 +17,8 @@ from pi_toolkit.profiler.errors import BenchmarkError, ToolkitError
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
-# llama.cpp's threads poll for a quarter of a second after their last job; a process is still when it used less than a
-# tenth of a slice of time, and nobody waits longer than the limit.
+# OpenMP's threads spin for some 10 ms behind their last job (xllamacpp's wheel, two threads). A process is still when it
+# used less than a tenth of a slice of time, and nobody waits longer than the limit.
 SLICE_SECONDS, LONGEST_WAIT_SECONDS = 0.02, 2.0
 
 
