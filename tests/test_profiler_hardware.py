@@ -124,6 +124,15 @@ def test_malformed_file_has_its_sentence(old: str, new: str, sentence: str) -> N
     assert sentence in refusal(EXAMPLE.replace(old, new, 1))
 
 
+@pytest.mark.parametrize(
+    ("preset", "lanes_bytes_per_second"), [("rtx2080ti-i7-12700k", 16 * 0.985e9), ("rtx4090-i9-13900k", 16 * 1.969e9)]
+)
+def test_presets_state_pcie_in_one_direction(preset: str, lanes_bytes_per_second: float) -> None:
+    """Prevents transfers at twice the speed: the paper prints both directions together, and transfers take turns."""
+    gpu = read_hardware(preset).gpu
+    assert gpu and gpu.pcie_bytes_per_second == pytest.approx(lanes_bytes_per_second, rel=0.05)
+
+
 @pytest.mark.parametrize("key", ["sync_seconds", "reserve_gib"])
 def test_zero_is_allowed_where_it_means_something(key: str) -> None:
     """Prevents refusing an idealised machine."""

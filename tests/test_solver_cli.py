@@ -164,6 +164,10 @@ def test_other_usage_errors(workspace, arguments):
     refused(pi_place(workspace.path, *arguments), "Usage", exit_code=2)
 
 
+def test_context_beyond_the_model_says_what_is_possible(workspace):
+    refused(pi_place(workspace.path, "--vram", 8, "--ctx", 65), "beyond the model's 64 positions: give at most 64", 2)
+
+
 def test_unknown_hardware_is_refused(workspace):
     refused(pi_place(workspace.path, "--vram", 8, "--hardware", "rtx9999"), "neither a hardware file nor a preset")
 
