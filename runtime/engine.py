@@ -81,7 +81,7 @@ def open_engine(workspace: Workspace, options: EngineOptions) -> Engine:
     plan = from_index(index, hot, cold) if index else all_cold(shape, hot, cold)
     checkpoint = open_checkpoint(workspace, record, options.model)
     kind = choose_kind(options.dtype, index, hot, checkpoint)
-    tokenizer = load_tokenizer(checkpoint.directory)
+    tokenizer = load_tokenizer(checkpoint.directory, shape.vocabulary_size)
     if index and hot.type == "cpu":
         note(
             f"no GPU in use: both tiers are on the CPU ({percent(plan.hot_share(shape))} of the neurons on the hot one)"
@@ -116,10 +116,7 @@ def choose_mode(workspace: Workspace, record: ModelRecord, wanted: Mode | None) 
     if inside is not None:
         return inside, mode
     shape = record.shape
-    predictors = predictor_file.read(workspace.predictor, shape.hidden_size, shape.ffn_sizes, record.fingerprint)
-    if predictors.fingerprint is None:
-        note(f"{str(workspace.predictor)!r} states no model fingerprint: it was checked by its shapes alone")
-    return predictors, mode
+    return predictor_file.read(workspace.predictor, shape.hidden_size, shape.ffn_sizes, record.fingerprint), mode
 
 
 def _find_placement(workspace: Workspace, record: ModelRecord, wanted: Path | None) -> GpuIndex | None:
