@@ -95,7 +95,7 @@ def main(
     place = Workspace(workspace)
     record = read_model(place)
     shape = record.shape
-    shape.require_relu()
+    shape.require_silence()
     check_writable(place.predictor, "mend the permissions of the workspace", kind="directory")
     window = window or min(512, shape.max_positions)
     check_window(window, shape.max_positions)

@@ -1,5 +1,6 @@
 """A ``transformers`` model out of a model file: its config out of the shape record, its weights by the family's names."""
 
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 from .errors import UnsupportedModelError
@@ -27,14 +28,11 @@ def build_hf_model(model: GgufModel, dtype: "torch.dtype") -> Any:
 def hf_config(shape: ModelShape) -> Any:
     """The ``transformers`` config that reads back as *shape*.
 
-    Raises ``UnsupportedModelError`` for what ``transformers`` cannot express: Bamboo, and layers of different widths.
+    Bamboo, which ``transformers`` does not have, becomes the LLaMA or Mistral that :func:`compute_drelu` turns into it.
+    Raises ``UnsupportedModelError`` for layers of different widths, which ``transformers`` cannot express.
     """
     import transformers
 
-    if shape.family == "bamboo":
-        raise UnsupportedModelError(
-            "transformers has no Bamboo, so its neurons cannot be observed: use a LLaMA with ReLU"
-        )
     if len(set(shape.ffn_sizes)) != 1:
         raise UnsupportedModelError(
             "the layers of this file have FFNs of different widths, which transformers cannot run: profile the original"
@@ -80,13 +78,23 @@ def hf_config(shape: ModelShape) -> Any:
         intermediate_size=shape.ffn_sizes[0],
         num_key_value_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
-        hidden_act=shape.activation,
+        hidden_act="relu" if shape.activation == "drelu" else shape.activation,
         rms_norm_eps=shape.norm_epsilon,
     )
     if shape.sliding_window:
         window = shape.sliding_window
         return transformers.MistralConfig(**common, sliding_window=window, architectures=["MistralForCausalLM"])
     return transformers.LlamaConfig(**common, attention_bias=shape.attention_bias, architectures=["LlamaForCausalLM"])
+
+
+def compute_drelu(model: Any) -> None:
+    """Make a ReGLU LLaMA or Mistral apply its ReLU to both factors."""
+
+    def forward(mlp: Any, x: "torch.Tensor") -> "torch.Tensor":
+        return mlp.down_proj(mlp.act_fn(mlp.gate_proj(x)) * mlp.act_fn(mlp.up_proj(x)))
+
+    for layer in model.model.layers:
+        layer.mlp.forward = MethodType(forward, layer.mlp)
 
 
 def state_dict(model: GgufModel, dtype: "torch.dtype") -> "dict[str, torch.Tensor]":

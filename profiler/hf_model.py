@@ -19,18 +19,32 @@ if TYPE_CHECKING:
 
 def load_hf_model(checkpoint: Checkpoint | GgufModel, device: "torch.device", dtype: "torch.dtype") -> Any:
     """The model in evaluation mode; raises ``CheckpointError`` when ``transformers`` cannot load all its weights."""
-    import transformers
     from transformers.utils import logging
+
+    from .hf_from_file import build_hf_model, compute_drelu
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    if isinstance(checkpoint, GgufModel):
-        from .hf_from_file import build_hf_model
+    model = build_hf_model(checkpoint, dtype) if isinstance(checkpoint, GgufModel) else _load(checkpoint, dtype)
+    if checkpoint.shape.activation == "drelu":
+        compute_drelu(model)
+    return model.eval().to(device)
 
-        return build_hf_model(checkpoint, dtype).to(device)
+
+def _load(checkpoint: Checkpoint, dtype: "torch.dtype") -> Any:
+    """The model of a directory; a dReLU model's before its activation is put right."""
+    import transformers
+
+    from .hf_from_file import hf_config
+
+    kind: Any = transformers.AutoModelForCausalLM
+    options: dict[str, Any] = {}
+    if checkpoint.shape.activation == "drelu":  # of an architecture that transformers does not have
+        options["config"] = hf_config(checkpoint.shape)
+        kind = getattr(transformers, options["config"].architectures[0])
     try:
-        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
-            checkpoint.directory, dtype=dtype, local_files_only=True, output_loading_info=True
+        loaded: Any = kind.from_pretrained(
+            checkpoint.directory, dtype=dtype, local_files_only=True, output_loading_info=True, **options
         )
     except PermissionError:
         raise
@@ -48,7 +62,7 @@ def load_hf_model(checkpoint: Checkpoint | GgufModel, device: "torch.device", dt
         raise CheckpointError(
             f"{str(checkpoint.directory)!r} lacks {len(missing)} tensors ({missing[0]} …): download the complete model"
         )
-    return model.eval().to(device)
+    return model
 
 
 @contextmanager
@@ -62,7 +76,8 @@ def observe_ffn(
 ) -> "Iterator[None]":
     """Call back with (layer, tensor) on every forward pass inside the block; tensors are flattened to [tokens, size].
 
-    ``pre_activation`` gets gate·x (or up·x + b): [tokens, neurons], a neuron fires where it is above zero.
+    ``pre_activation`` gets gate·x (or up·x + b), of dReLU neurons the smaller of gate·x and up·x: [tokens, neurons], a
+    neuron fires where it is above zero.
     ``activation`` gets what multiplies the down matrix: [tokens, neurons].
     ``predictor_input`` gets the residual stream that predictors read: [tokens, hidden]; it comes first.
     """
@@ -76,7 +91,12 @@ def observe_ffn(
             if predictor_input:
                 hook = _input_hook(predictor_input, layer)
                 handles.append(module(modules.predictor_input).register_forward_pre_hook(hook, with_kwargs=True))
-            if pre_activation:
+            if pre_activation and shape.activation == "drelu":
+                assert modules.up, "only gated neurons have two factors"
+                gate_hook, up_hook = _smaller_output_hooks(pre_activation, layer)
+                handles.append(module(modules.fires).register_forward_hook(gate_hook))
+                handles.append(module(modules.up).register_forward_hook(up_hook))
+            elif pre_activation:
                 handles.append(module(modules.fires).register_forward_hook(_output_hook(pre_activation, layer)))
             if activation:
                 hook = _input_hook(activation, layer)
@@ -100,3 +120,18 @@ def _output_hook(callback: "LayerCallback", layer: int) -> "Callable[..., None]"
         callback(layer, output.reshape(-1, output.shape[-1]))
 
     return hook
+
+
+def _smaller_output_hooks(callback: "LayerCallback", layer: int) -> "tuple[Callable[..., None], Callable[..., None]]":
+    """Hooks for two modules that run one after the other; the second calls back with the smaller output."""
+    import torch
+
+    earlier: list[torch.Tensor] = []
+
+    def first(_module: Any, _args: tuple[Any, ...], output: torch.Tensor) -> None:
+        earlier.append(output)
+
+    def second(module: Any, args: tuple[Any, ...], output: torch.Tensor) -> None:
+        _output_hook(callback, layer)(module, args, torch.minimum(earlier.pop(), output))
+
+    return first, second

@@ -83,6 +83,11 @@ class GgufModel:
         plain = stated is not None and isinstance(stated.value, str) and re.fullmatch(r"[\w.+-]+", stated.value)
         return stated.value if plain else self.path.name.removesuffix(".gguf").removesuffix(".powerinfer")  # type: ignore[union-attr]
 
+    @property
+    def states_activation(self) -> bool:
+        """Whether the file itself says what its neurons compute."""
+        return f"{OURS}activation" in self.file.key_values
+
     def shared(self, role: str) -> "Weight":
         """A tensor outside the layers; the tied output head is the embedding."""
         if role == "head.weight" and self.shape.tied_embeddings:

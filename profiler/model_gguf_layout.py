@@ -46,8 +46,8 @@ _FAMILY_OF: dict[Magic, dict[str, str]] = {
     "PWRI": {"llama": "llama", "opt": "opt", "falcon": "falcon", "bamboo": "bamboo"},
     "GGUF": {"llama": "llama", "falcon": "falcon", f"{OURS}opt": "opt", f"{OURS}bamboo": "bamboo"},
 }
-_SPARSE_ACTIVATION = {"llama": "relu", "falcon": "relu", "opt": "relu", "bamboo": bamboo.ACTIVATION}
-_DENSE_ACTIVATION = _SPARSE_ACTIVATION | {"llama": "silu", "falcon": "gelu"}
+SPARSE_ACTIVATION = {"llama": "relu", "falcon": "relu", "opt": "relu", "bamboo": bamboo.ACTIVATION}
+_DENSE_ACTIVATION = SPARSE_ACTIVATION | {"llama": "silu", "falcon": "gelu"}
 _LLAMA_SHAPED = ("llama", "bamboo")
 _REMEDY = "make or download the file again"
 _SHARED_NAMES = {"embedding": "token_embd", "positions": "position_embd", "final_norm": "output_norm", "head": "output"}
@@ -177,7 +177,7 @@ def read_shape(file: GgufFile, magic: Magic, activation: str | None = None) -> M
         positions = _rows(file, "position_embd.weight") - POSITION_OFFSET
     llama_shaped = family in _LLAMA_SHAPED
     epsilon = "layer_norm_rms_epsilon" if llama_shaped else "layer_norm_epsilon"
-    assumed = (_SPARSE_ACTIVATION if magic == "PWRI" else _DENSE_ACTIVATION)[family]
+    assumed = (SPARSE_ACTIVATION if magic == "PWRI" else _DENSE_ACTIVATION)[family]
     stated = file.key_values.get(f"{OURS}activation")
     if stated is not None:
         activation = file.value(f"{OURS}activation", ValueType.STRING)

@@ -89,7 +89,7 @@ def verify_activation(model: Any, shape: ModelShape, batch: "torch.Tensor") -> N
     ):
         model.base_model(input_ids=batch.to(next(model.parameters()).device), use_cache=False)
     mean_zeros = sum(zeros) / len(zeros)
-    if shape.activation != "relu":
+    if not shape.falls_silent:
         consequence = (
             "so no neuron can be skipped without loss"
             if mean_zeros < FEW_ZEROS

@@ -32,9 +32,10 @@ DEFAULT_CONTEXT = 4096
 class EngineOptions:
     """How to run; None takes what the workspace offers.
 
-    ``mode``: predicted where there are predictors, else exact. ``gpuidx``: the workspace's placement. ``context``: the
-    placement's, else the model's limit up to 4096. ``device`` is the hot tier's. ``dtype``: see :func:`choose_kind`.
-    ``model``: where the weights are now. ``slots``: sequences at once. ``threads``: as many as torch uses.
+    ``mode``: predicted where there are predictors, else exact; dense where no neuron falls silent. ``gpuidx``: the
+    workspace's placement. ``context``: the placement's, else the model's limit up to 4096. ``device`` is the hot tier's.
+    ``dtype``: see :func:`choose_kind`. ``model``: where the weights are now. ``slots``: sequences at once. ``threads``: as
+    many as torch uses.
     """
 
     mode: Mode | None = None
@@ -73,7 +74,7 @@ def open_engine(workspace: Workspace, options: EngineOptions) -> Engine:
 
     record = read_model(workspace)
     shape = record.shape
-    shape.require_relu()
+    shape.known_activation()
     predictors, mode = choose_mode(workspace, record, options.mode)
     index = _find_placement(workspace, record, options.gpuidx)
     context = _context(shape, options.context, index)
@@ -99,8 +100,22 @@ def open_engine(workspace: Workspace, options: EngineOptions) -> Engine:
 def choose_mode(workspace: Workspace, record: ModelRecord, wanted: Mode | None) -> tuple[PredictorSet | None, Mode]:
     """The predictors, if the mode needs them, and the mode.
 
-    Raises ``GenerationError`` when mode predicted is asked for and there are no predictors.
+    Raises ``GenerationError`` when mode predicted is asked for and there are no predictors, and when neurons are to be
+    skipped of a model where none falls silent.
     """
+    activation = record.shape.activation
+    if not record.shape.falls_silent:
+        if wanted in ("exact", "predicted"):
+            raise GenerationError(
+                f"the model's activation is {activation!r}, so no neuron falls silent that --mode {wanted} could skip: use "
+                "--mode dense, or a ReLU version of the model"
+            )
+        assumed = workspace.is_file and not GgufModel(workspace.path).states_activation
+        note(
+            f"the model's activation is {activation}{', which its file leaves unsaid' if assumed else ''}, so no neuron "
+            "falls silent or can be skipped: running in mode dense"
+        )
+        return None, "dense"
     inside = predictors_of(GgufModel(workspace.path)) if workspace.is_file else None
     present = inside is not None or workspace.predictor.exists()
     if wanted == "predicted" and not present:

@@ -106,7 +106,7 @@ class SparseKernel:
             return None
         module, size = self._module, self._size
         kernels = module.Kernels(threads)
-        neurons = [module.Neurons(*(matrix(module, part) for part in parts), 0) for parts in self._tensors]
+        neurons = [module.Neurons(*(matrix(module, part) for part in parts), 0, 0) for parts in self._tensors]
         count = max(1, round(density * size.neurons))
         scores = [_random_scores(size.neurons, count, seed) for seed in range(self.DRAWS * size.layers)]
         passes = 0

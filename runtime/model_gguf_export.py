@@ -17,11 +17,12 @@ from pi_toolkit.predictor_training.predictor_file import PredictorSet
 from pi_toolkit.profiler import gguf_container
 from pi_toolkit.profiler.checkpoint import Checkpoint
 from pi_toolkit.profiler.command_line import note
-from pi_toolkit.profiler.errors import GgufError
+from pi_toolkit.profiler.errors import GgufError, UnsupportedModelError
 from pi_toolkit.profiler.gguf_container import KeyValue, Magic, TensorInfo, TensorType, ValueType
 from pi_toolkit.profiler.model_gguf import GgufModel
 from pi_toolkit.profiler.model_gguf_layout import (
     OURS,
+    SPARSE_ACTIVATION,
     VERSION,
     architecture,
     interleaved_rows,
@@ -73,13 +74,16 @@ def export(
 ) -> list[TensorInfo]:
     """Write *source* to *path*, atomically, and return the tensors; calls *advance* with the bytes of each.
 
-    Raises ``UnsupportedModelError`` for a sparse file of a model that is not ReLU, and ``GgufError`` for a sparse file
-    without predictors and for weights that the type cannot hold.
+    Raises ``UnsupportedModelError`` for a sparse file of a model that PowerInfer's engine would compute with another
+    activation, and ``GgufError`` for a sparse file without predictors and for weights that the type cannot hold.
     """
     shape = source.model.shape
     if magic == "PWRI":
-        if shape.family != "bamboo":
-            shape.require_relu()
+        if shape.activation != SPARSE_ACTIVATION[shape.family]:
+            raise UnsupportedModelError(
+                f"the model's activation is {shape.activation!r}, and PowerInfer's engine computes {shape.family} models "
+                f"with {SPARSE_ACTIVATION[shape.family]}: name the output .gguf for a dense file"
+            )
         if source.predictors is None:
             raise GgufError(
                 f"{str(path)!r} would have no predictors, which PowerInfer's engine needs: run pi-train-predictor or give "

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from pi_toolkit.profiler.model_families import ModelShape
 
-from .kernels.native import MODES, address, extension, matrix
+from .kernels.native import ACTIVATIONS, MODES, address, extension, matrix
 from .kernels.packed_matrix import KINDS
 from .kernels.sparse_ffn_reference import Mode
 from .kv_cache import KeyValueCache
@@ -100,7 +100,9 @@ def _layer(module: "ModuleType", layer: LayerWeights, keys: "torch.Tensor", valu
         predictor = module.Predictor(fc1, fc2, ffn.predictor.threshold)
     tiers = [
         module.Neurons(
-            matrix(module, tier.first), matrix(module, tier.up), matrix(module, tier.down), address(tier.up_bias)
+            *(matrix(module, part) for part in (tier.first, tier.up, tier.down)),
+            address(tier.up_bias),
+            ACTIVATIONS.index(tier.activation),
         )
         for tier in ffn.tiers
     ]

@@ -3,10 +3,12 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from pi_toolkit.profiler.model_families import Activation
+
 from .kernels import sparse_ffn_reference as kernel
-from .kernels.native import MODES, Products, address, extension, matrix, multiply, products
+from .kernels.native import ACTIVATIONS, MODES, Products, address, extension, matrix, multiply, products
 from .kernels.packed_matrix import PackedMatrix, row_tiles
-from .kernels.sparse_ffn_reference import Mode, NeuronRows
+from .kernels.sparse_ffn_reference import Mode, NeuronRows, activate, up_factor
 
 if TYPE_CHECKING:
     import torch
@@ -28,6 +30,7 @@ class NeuronTier:
     up: PackedMatrix | None
     down: PackedMatrix
     up_bias: "torch.Tensor | None"
+    activation: Activation
 
     def __len__(self) -> int:
         return self.first.rows
@@ -60,7 +63,7 @@ class NeuronTier:
         module = extension()
         assert module is not None, "there are native products only with native kernels"
         parts = [matrix(module, part) for part in (self.first, self.up, self.down)]
-        neurons = module.Neurons(*parts, address(self.up_bias))
+        neurons = module.Neurons(*parts, address(self.up_bias), ACTIVATIONS.index(self.activation))
         for token in range(len(x)):
             mine = None if scores is None else scores[token].contiguous()
             where = address(x[token]), address(mine), threshold, address(y[token])
@@ -70,14 +73,14 @@ class NeuronTier:
     def _all_at_once(
         self, native: Products, x: "torch.Tensor", scores: "torch.Tensor | None", threshold: float
     ) -> "torch.Tensor":
-        """All rows are read once, and each token's own mask is applied; with ReLU modes dense and exact are the same here."""
+        """All rows are read once, and each token's own mask is applied; modes dense and exact are the same here."""
         side_by_side = native.columns(x)
         h = native.multiply(self.first, side_by_side)
         if self.up_bias is not None:
             h += self.up_bias[:, None]
-        h.relu_()
+        h = activate(h, self.activation)
         if self.up is not None:
-            h *= native.multiply(self.up, side_by_side)
+            h *= up_factor(native.multiply(self.up, side_by_side), self.activation)
         if scores is not None:
             h[:, : len(x)].masked_fill_(threshold > scores.T, 0.0)
         return native.multiply_transposed(self.down, h)[:, : len(x)].T
@@ -105,8 +108,9 @@ class NeuronTier:
         down = self.down.values(first, end).to(dtype)
         up_bias = None if self.up_bias is None else self.up_bias[first:end].to(dtype)
         if self.up is None:
-            return NeuronRows(up=firing, down=down, up_bias=up_bias)
-        return NeuronRows(up=self.up.values(first, end).to(dtype), down=down, gate=firing)
+            return NeuronRows(up=firing, down=down, up_bias=up_bias, activation=self.activation)
+        up = self.up.values(first, end).to(dtype)
+        return NeuronRows(up=up, down=down, gate=firing, activation=self.activation)
 
 
 @dataclass(frozen=True, eq=False)

@@ -188,7 +188,7 @@ class _Loader:
     def _tier(self, layer: int, device: "torch.device", ids: "torch.Tensor") -> NeuronTier:
         """The rows of neurons *ids*, int64 [k]; up and down of gated neurons interleaved."""
         checkpoint, shape = self.checkpoint, self.checkpoint.shape
-        length = row_bytes(self.kind, shape.hidden_size)
+        length, activation = row_bytes(self.kind, shape.hidden_size), shape.known_activation()
 
         def rows(role: str) -> "torch.Tensor | QuantisedMatrix":
             source = checkpoint.neuron_rows(layer, role)
@@ -198,15 +198,15 @@ class _Loader:
 
         up_bias = _vector(checkpoint.layer(layer, "up.bias")[ids], device) if shape.ffn_bias else None
         if not shape.gated:
-            return NeuronTier(
-                self.matrix(rows("up.weight"), device), None, self.matrix(rows("down.weight"), device), up_bias
-            )
+            up, down = self.matrix(rows("up.weight"), device), self.matrix(rows("down.weight"), device)
+            return NeuronTier(up, None, down, up_bias, activation)
         pairs = allocate(len(ids), 2 * length, device)
         return NeuronTier(
             first=pack(rows("gate.weight"), self.kind, device),  # of one type with up: both meet the same prepared vector
             up=fill(pairs[:, :length], self.kind, rows("up.weight")),
             down=fill(pairs[:, length:], self.kind, rows("down.weight")),
             up_bias=up_bias,
+            activation=activation,
         )
 
 

@@ -224,8 +224,9 @@ def test_smooth_model_is_refused_at_once(tmp_path: Path, quick: list[object], re
 
     directory = save_family(tmp_path / "model", "llama", hidden_act="silu")
     write_model(Workspace(tmp_path / "pi"), describe(str(directory), None, Checkpoint(directory)))
-    assert "'silu', and only those of 'relu' are known to contribute exactly zero when they are silent" in refuses(
-        main, tmp_path / "pi", *quick
+    assert (
+        "'silu', and only neurons of 'relu' and 'drelu' are known to contribute exactly zero when they are"
+        in refuses(main, tmp_path / "pi", *quick)
     )
 
 

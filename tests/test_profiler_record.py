@@ -13,7 +13,7 @@ from pi_toolkit.profiler.errors import CheckpointError, CorpusError, Unsupported
 from pi_toolkit.profiler.hf_model import load_hf_model, observe_ffn
 from pi_toolkit.profiler.record import record_firings, verify_activation
 from pi_toolkit.profiler.token_windows import window_batches
-from tiny_models import CONFIGS, VOCABULARY, make_model, save_family
+from tiny_models import BAMBOO, CONFIGS, VOCABULARY, make_model, mistral_config, save_family
 
 CPU = torch.device("cpu")
 
@@ -164,6 +164,36 @@ def test_one_other_layer_is_enough_to_refuse(tmp_path: Path) -> None:
     checkpoint, model = load(save_family(tmp_path, "llama"))
     model.model.layers[2].mlp.act_fn = torch.nn.GELU()
     with pytest.raises(UnsupportedModelError, match="in layer 2 "):
+        verify_activation(model, checkpoint.shape, torch.tensor(random_windows(1, 9)))
+
+
+def test_a_drelu_neuron_fires_when_both_products_are_positive(tmp_path: Path) -> None:
+    """Prevents counting on the gate alone, twice as much as fires, in a model that transformers does not have."""
+    checkpoint, model = load(save_family(tmp_path, BAMBOO))
+    windows = [*random_windows(3, 11), *random_windows(1, 4)]
+    recording = record_firings(model, checkpoint.shape, window_batches(windows, 2))
+    plain, expected = make_model(mistral_config()), [[0] * 96 for _ in range(3)]
+    for number, layer in enumerate(plain.model.layers):
+
+        def both(mlp: Any, args: tuple[torch.Tensor, ...], number: int = number) -> None:
+            for x in args[0].reshape(-1, 32):
+                for neuron in range(96):
+                    fires = min(float(mlp.gate_proj.weight[neuron] @ x), float(mlp.up_proj.weight[neuron] @ x)) > 0
+                    expected[number][neuron] += fires
+
+        layer.mlp.register_forward_pre_hook(both)
+        layer.mlp.up_proj.register_forward_hook(lambda _module, _inputs, output: output.relu())
+    with torch.inference_mode():
+        for window in windows:
+            plain(input_ids=torch.tensor([window]))
+    assert [counts.tolist() for counts in recording.counts] == expected
+
+
+def test_a_drelu_model_that_computes_something_else_is_refused(tmp_path: Path) -> None:
+    """Prevents firings of a gate and an up product whose activation is another."""
+    checkpoint, model = load(save_family(tmp_path, BAMBOO))
+    del model.model.layers[1].mlp.forward  # ReGLU, as in the class
+    with pytest.raises(UnsupportedModelError, match="in layer 1 "):
         verify_activation(model, checkpoint.shape, torch.tensor(random_windows(1, 9)))
 
 

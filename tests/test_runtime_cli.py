@@ -206,10 +206,30 @@ def test_the_context_is_the_placements(workspace: Workspace, run: Callable[..., 
     assert "the context of 16 tokens" in result.stderr
 
 
-def test_a_silu_workspace_is_refused(tmp_path: Path, refuses: Refuses) -> None:
+@pytest.mark.parametrize("asked", [[], ["--mode", "dense"]])
+def test_a_silu_model_runs_dense_and_says_why(tmp_path: Path, run: Callable[..., Result], asked: list[str]) -> None:
+    """A slow run that nobody can explain."""
+    workspace = make_workspace(tmp_path, "llama", "silu", hidden_act="silu")
+    result = run(pi_run, workspace.path, "-p", "a", "-n", 3, "--json", *asked)
+    assert json.loads(result.stdout.splitlines()[-1])["mode"] == "dense"
+    assert "the model's activation is silu, so no neuron falls silent or can be skipped: running in mode dense" in (
+        result.stderr
+    )
+
+
+@pytest.mark.parametrize("mode", ["exact", "predicted"])
+def test_modes_that_skip_neurons_are_refused_for_a_silu_model(tmp_path: Path, refuses: Refuses, mode: str) -> None:
     """Neurons skipped in a model that has no silent ones."""
     workspace = make_workspace(tmp_path, "llama", "silu", hidden_act="silu")
-    assert "use a ReLU version of the model" in refuses(pi_run, workspace.path, "-p", "a")
+    assert f"no neuron falls silent that --mode {mode} could skip: use --mode dense" in refuses(
+        pi_run, workspace.path, "-p", "a", "--mode", mode
+    )
+
+
+def test_an_activation_that_is_not_implemented_is_refused(tmp_path: Path, refuses: Refuses) -> None:
+    """The nearest known activation in its place."""
+    workspace = make_workspace(tmp_path, "llama", "squared", hidden_act="relu2")
+    assert "'relu2' on gated neurons, and only relu, drelu, silu, gelu" in refuses(pi_run, workspace.path, "-p", "a")
 
 
 def test_interrupt_ends_in_one_sentence(workspace: Workspace) -> None:

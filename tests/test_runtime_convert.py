@@ -158,7 +158,7 @@ def test_files_of_every_family_can_be_profiled(family, run_json, tmp_path):
     assert shares[0] == shares[1]
 
 
-def test_llama_cpps_own_file_needs_its_activation(run_json, refuses, directory, tmp_path):
+def test_llama_cpps_own_file_needs_its_activation(run, run_json, refuses, directory, tmp_path):
     """llama.cpp's format cannot say ReLU, so a converted ReLU model looks like a SiLU one."""
     from pi_toolkit.profiler import gguf_container
 
@@ -171,7 +171,10 @@ def test_llama_cpps_own_file_needs_its_activation(run_json, refuses, directory, 
     corpus.write_text("\n\n".join(f"The city of {n} lies on the river." for n in range(100)))
     options = ["--corpus", corpus, "--tokens", 200, "--window", 64, "-o", tmp_path / "ws", "--device", "cpu"]
     assert "the model's activation is 'silu'" in refuses(pi_profile, foreign, *options)
-    assert "the model's activation is 'silu'" in refuses(pi_run, foreign, "-p", "x")
+    assert (
+        "the model's activation is silu, which its file leaves unsaid"
+        in run(pi_run, foreign, "-p", "x", "-n", 2).stderr
+    )
     run_json(pi_profile, foreign, *options, "--activation", "relu")
     assert text_of(run_json, tmp_path / "ws")
 

@@ -5,8 +5,9 @@ from typing import get_args
 import pytest
 import torch
 
+from pi_toolkit.profiler.model_families import Activation
 from pi_toolkit.runtime.kernels import sparse_ffn_reference as reference
-from pi_toolkit.runtime.kernels.native import MODES, address, extension, matrix, multiply, products
+from pi_toolkit.runtime.kernels.native import ACTIVATIONS, MODES, address, extension, matrix, multiply, products
 from pi_toolkit.runtime.kernels.packed_matrix import KINDS, Kind, PackedMatrix, allocate, fill, pack, row_bytes
 from pi_toolkit.runtime.kernels.sparse_ffn_reference import Mode, NeuronRows
 
@@ -90,8 +91,8 @@ def test_add_row(monkeypatch: pytest.MonkeyPatch, isa: str, kind: Kind, columns:
 class Ffn:
     """Random neurons in one kind, for the kernels and for the reference."""
 
-    def __init__(self, kind: Kind, neurons: int, hidden: int, gated: bool) -> None:
-        self.kind, self.gated = kind, gated
+    def __init__(self, kind: Kind, neurons: int, hidden: int, gated: bool, activation: Activation = "relu") -> None:
+        self.kind, self.gated, self.activation = kind, gated, activation
         self.first = pack(draw(neurons, hidden, seed=1) / hidden**0.5, kind, CPU)
         length = row_bytes(kind, hidden)
         pairs = allocate(neurons, 2 * length, CPU)
@@ -104,17 +105,17 @@ class Ffn:
         assert module is not None
         parts = [matrix(module, part) for part in (self.first, self.up, self.down)]
         y = torch.empty_like(x)
-        neurons = module.Neurons(*parts, address(self.up_bias))
+        neurons = module.Neurons(*parts, address(self.up_bias), ACTIVATIONS.index(self.activation))
         made.sparse_ffn(neurons, MODES.index(mode), address(x), address(scores), threshold, address(y))  # type: ignore[attr-defined]
         return y
 
     def wanted(self, mode: Mode, x: torch.Tensor, scores: torch.Tensor, threshold: float) -> torch.Tensor:
         first, down = self.first.values().double(), self.down.values().double()
         if self.up is not None:
-            rows = NeuronRows(up=self.up.values().double(), down=down, gate=first)
+            rows = NeuronRows(up=self.up.values().double(), down=down, gate=first, activation=self.activation)
         else:
             assert self.up_bias is not None
-            rows = NeuronRows(up=first, down=down, up_bias=self.up_bias.double())
+            rows = NeuronRows(up=first, down=down, up_bias=self.up_bias.double(), activation=self.activation)
         seen = as_kernels_see(x, self.kind)[None]
         if mode == "predicted":
             return reference.predicted(seen, rows, scores[None], threshold)[0]
@@ -123,14 +124,27 @@ class Ffn:
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("gated", [True, False], ids=["gated", "ungated"])
-@pytest.mark.parametrize("mode", get_args(Mode))
+@pytest.mark.parametrize(
+    ("activation", "gated", "mode"),
+    [
+        *[("relu", gated, mode) for gated in (True, False) for mode in get_args(Mode)],
+        *[("drelu", True, mode) for mode in get_args(Mode)],
+        *[(activation, gated, "dense") for activation in ("silu", "gelu") for gated in (True, False)],
+    ],
+)
 @pytest.mark.parametrize(("neurons", "hidden"), [(1, 32), (5, 160), (203, 64), (300, 256)])
 def test_sparse_ffn(
-    monkeypatch: pytest.MonkeyPatch, isa: str, kind: Kind, gated: bool, mode: Mode, neurons: int, hidden: int
+    monkeypatch: pytest.MonkeyPatch,
+    isa: str,
+    kind: Kind,
+    activation: Activation,
+    gated: bool,
+    mode: Mode,
+    neurons: int,
+    hidden: int,
 ) -> None:
-    """A kernel that computes something else than the reference in some type, mode or shape."""
-    ffn, x = Ffn(kind, neurons, hidden, gated), draw(hidden, seed=5)
+    """A kernel that computes something else than the reference in some type, mode, activation or shape."""
+    ffn, x = Ffn(kind, neurons, hidden, gated, activation), draw(hidden, seed=5)
     scores = draw(neurons, seed=6)
     got = ffn.native(kernels(monkeypatch, isa), mode, x, scores, 0.3)
     torch.testing.assert_close(got.double(), ffn.wanted(mode, x, scores, 0.3), atol=2e-5, rtol=2e-5)
@@ -150,14 +164,28 @@ def test_any_number_of_candidates(monkeypatch: pytest.MonkeyPatch, kind: Kind, c
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("mode", get_args(Mode))
-def test_the_same_bits_for_any_number_of_threads(monkeypatch: pytest.MonkeyPatch, kind: Kind, mode: Mode) -> None:
+@pytest.mark.parametrize("activation", ["relu", "drelu"])
+def test_the_same_bits_for_any_number_of_threads(
+    monkeypatch: pytest.MonkeyPatch, kind: Kind, mode: Mode, activation: Activation
+) -> None:
     """Text that changes from run to run, because threads add up in the order they finish."""
-    ffn, x, scores = Ffn(kind, 300, 256, gated=True), draw(256, seed=5), draw(300, seed=6)
+    ffn, x, scores = Ffn(kind, 300, 256, True, activation), draw(256, seed=5), draw(300, seed=6)
     one = ffn.native(kernels(monkeypatch, ISAS[-1], 1), mode, x, scores, 0.3)
     for threads in (2, 3, 5, 8):
         pool = kernels(monkeypatch, ISAS[-1], threads)
         for _ in range(20):
             assert torch.equal(ffn.native(pool, mode, x, scores, 0.3), one)
+
+
+@pytest.mark.parametrize("mode", ["exact", "predicted"])
+@pytest.mark.parametrize("activation", ["silu", "gelu"])
+def test_no_neuron_is_skipped_that_never_falls_silent(
+    monkeypatch: pytest.MonkeyPatch, activation: Activation, mode: Mode
+) -> None:
+    """A SiLU model's neurons left out as if they were worth nothing."""
+    ffn = Ffn("float32", 20, 32, gated=True, activation=activation)
+    with pytest.raises(ValueError, match="can be skipped"):
+        ffn.native(kernels(monkeypatch, ISAS[-1]), mode, draw(32), draw(20), 0.3)
 
 
 def test_an_instruction_set_that_is_not_here_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

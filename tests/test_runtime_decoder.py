@@ -16,14 +16,14 @@ from pi_toolkit.runtime.kernels.packed_matrix import Kind
 from pi_toolkit.runtime.kernels.sparse_ffn_reference import Mode
 from pi_toolkit.runtime.tier_plan import TierPlan, all_cold
 from pi_toolkit.runtime.weights import load_weights
-from tiny_models import CONFIGS, VOCABULARY, save_family
+from tiny_models import BAMBOO, CONFIGS, VOCABULARY, save_family
 
 CPU = torch.device("cpu")
 TOKENS = 24
 PLACEMENTS = {"0 %": 0.0, "one": -1, "50 %": 0.5, "all but one": -2, "100 %": 1.0}
 
 
-@pytest.fixture(scope="module", params=list(CONFIGS))
+@pytest.fixture(scope="module", params=[*CONFIGS, BAMBOO])
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     return Checkpoint(save_family(tmp_path_factory.mktemp(request.param), request.param))
 
@@ -37,7 +37,13 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture(scope="module")
 def reference(checkpoint: Checkpoint) -> Any:
-    return transformers.AutoModelForCausalLM.from_pretrained(checkpoint.directory, dtype=torch.float32).eval()
+    if checkpoint.shape.family != BAMBOO:
+        return transformers.AutoModelForCausalLM.from_pretrained(checkpoint.directory, dtype=torch.float32).eval()
+    config = transformers.MistralConfig.from_pretrained(checkpoint.directory)
+    model = transformers.MistralForCausalLM.from_pretrained(checkpoint.directory, config=config, dtype=torch.float32)
+    for layer in model.model.layers:  # for good: the other factor's ReLU, which Mistral does not have
+        layer.mlp.up_proj.register_forward_hook(lambda _module, _inputs, output: output.relu())
+    return model.eval()
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +95,30 @@ def test_logits_equal_transformers(
     with torch.inference_mode():
         want = reference(tokens).logits
     torch.testing.assert_close(all_logits(decoder, tokens), want, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("llama", {"hidden_act": "silu"}),
+        ("mistral", {"hidden_act": "gelu"}),
+        ("opt", {"activation_function": "gelu"}),
+        ("falcon-7b", {"activation": "gelu"}),
+        ("falcon-40b", {"activation": "silu"}),
+    ],
+)
+def test_dense_logits_of_smooth_activations(
+    tmp_path: Path, tokens: torch.Tensor, family: str, changes: dict[str, Any]
+) -> None:
+    """A model that is run with another activation than it was trained with, in a prompt or in a single step."""
+    smooth = Checkpoint(save_family(tmp_path, family, **changes))
+    with torch.inference_mode():
+        want = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()(tokens).logits
+    decoder = decoder_for(smooth, "dense", plan_for("50 %", smooth.shape.ffn_sizes))
+    torch.testing.assert_close(all_logits(decoder, tokens), want, atol=1e-4, rtol=0)
+    for t in range(TOKENS):
+        got = decoder.step(tokens[:, t : t + 1], torch.full((3, 1), t), torch.arange(3))
+        torch.testing.assert_close(got, want[:, t], atol=1e-4, rtol=0)
 
 
 def test_token_by_token_equals_the_whole_prompt(checkpoint: Checkpoint, tokens: torch.Tensor) -> None:

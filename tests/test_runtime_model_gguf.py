@@ -1,7 +1,5 @@
 """Model files of every family and kind hold the model they were made from, and run to the same text."""
 
-import json
-
 import numpy as np
 import pytest
 import torch
@@ -10,6 +8,7 @@ from gguf_cases import export_family, source_of
 from pi_toolkit.profiler import gguf_container
 from pi_toolkit.profiler.errors import GgufError, UnsupportedModelError
 from pi_toolkit.profiler.gguf_container import TensorType, ValueType
+from pi_toolkit.profiler.hf_model import load_hf_model
 from pi_toolkit.profiler.model_gguf import GgufModel
 from pi_toolkit.profiler.model_gguf_layout import interleaved_rows
 from pi_toolkit.profiler.quantisation import QuantisedMatrix, dense
@@ -18,7 +17,7 @@ from pi_toolkit.runtime.engine import EngineOptions, open_engine
 from pi_toolkit.runtime.generate import generate
 from pi_toolkit.runtime.model_gguf_export import ExportSource, export
 from pi_toolkit.runtime.sampling import Sampler, SamplingOptions
-from tiny_models import CONFIGS, save_family
+from tiny_models import BAMBOO, CONFIGS, save_family
 
 F32, F16, BF16, Q4_0, Q8_0 = (TensorType[name] for name in ("F32", "F16", "BF16", "Q4_0", "Q8_0"))
 MAGICS = ("PWRI", "GGUF")
@@ -233,10 +232,7 @@ def test_types_that_powerinfers_quantiser_writes(tmp_path, capsys):
 @pytest.mark.parametrize("magic", MAGICS)
 def test_bamboo_files(magic, tmp_path):
     """dReLU is in no key of PowerInfer's: the architecture alone says it, and nothing here may compute it as ReLU."""
-    directory = save_family(tmp_path / "hf", "mistral")
-    config = directory / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"model_type": "bamboo"}))
-    source = source_of(directory)
+    source = source_of(save_family(tmp_path / "hf", BAMBOO))
     assert (source.model.shape.family, source.model.shape.activation) == ("bamboo", "drelu")
     path = tmp_path / ("x.powerinfer.gguf" if magic == "PWRI" else "x.gguf")
     export(path, magic, source, F32)
@@ -248,5 +244,10 @@ def test_bamboo_files(magic, tmp_path):
             assert torch.equal(tensor, wanted[role]), role
     name = "bamboo" if magic == "PWRI" else "powerinfer_toolkit.bamboo"
     assert model.file.value("general.architecture", ValueType.STRING) == name
-    with pytest.raises(UnsupportedModelError, match="activation is 'drelu'"):
-        open_engine(Workspace(path), EngineOptions(device="cpu"))
+    engine = open_engine(Workspace(path), EngineOptions("exact", device="cpu", dtype="float32", context=32))
+    assert {tier.activation for layer in engine.decoder.weights.layers for tier in layer.ffn.tiers} == {"drelu"}
+    tokens, twin = torch.arange(2, 26)[None], load_hf_model(source.model, torch.device("cpu"), torch.float32)
+    states = engine.decoder.hidden_states(tokens, torch.arange(24)[None], torch.zeros(1, dtype=torch.int64))
+    torch.testing.assert_close(engine.decoder.logits(states), twin(tokens).logits, atol=1e-4, rtol=0)
+    again = load_hf_model(model, torch.device("cpu"), torch.float32)
+    torch.testing.assert_close(again(tokens).logits, twin(tokens).logits, atol=1e-4, rtol=0)

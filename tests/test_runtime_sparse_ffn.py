@@ -1,16 +1,33 @@
 """The reference kernel against a loop over tokens and neurons that cannot be misread."""
 
+import math
+from typing import get_args
+
 import pytest
 import torch
 
+from pi_toolkit.profiler.model_families import Activation
 from pi_toolkit.runtime.kernels import sparse_ffn_reference as kernel
 from pi_toolkit.runtime.kernels.sparse_ffn_reference import NeuronRows
 
 THRESHOLD = 1.0
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 5e-2}
+ACT = {
+    "relu": lambda z: max(0.0, z),
+    "drelu": lambda z: max(0.0, z),
+    "silu": lambda z: z / (1.0 + math.exp(-z)),
+    "gelu": lambda z: z * 0.5 * (1.0 + math.erf(z / math.sqrt(2.0))),
+}
 
 
-def random_rows(neurons: int, hidden: int, gated: bool, bias: bool, dtype: torch.dtype = torch.float32) -> NeuronRows:
+def random_rows(
+    neurons: int,
+    hidden: int,
+    gated: bool,
+    bias: bool,
+    dtype: torch.dtype = torch.float32,
+    activation: Activation = "relu",
+) -> NeuronRows:
     generator = torch.Generator().manual_seed(neurons * 1000 + hidden)
 
     def draw(*size: int) -> torch.Tensor:
@@ -21,21 +38,24 @@ def random_rows(neurons: int, hidden: int, gated: bool, bias: bool, dtype: torch
         down=draw(neurons, hidden),
         gate=draw(neurons, hidden) if gated else None,
         up_bias=draw(neurons) * 3 if bias else None,
+        activation=activation,
     )
 
 
 def loop_ffn(x: torch.Tensor, rows: NeuronRows, candidates: torch.Tensor) -> torch.Tensor:
     """Neuron by neuron and token by token, in float64."""
     output = torch.zeros(x.shape, dtype=torch.float64)
+    act = ACT[rows.activation]
     for t in range(len(x)):
         for j in range(len(rows)):
             if not candidates[t, j]:
                 continue
             up = rows.up[j].double() @ x[t].double()
             if rows.gate is not None:
-                h = max(0.0, float(rows.gate[j].double() @ x[t].double())) * float(up)
+                factor = act(float(up)) if rows.activation == "drelu" else float(up)
+                h = act(float(rows.gate[j].double() @ x[t].double())) * factor
             else:
-                h = max(0.0, float(up) + (float(rows.up_bias[j]) if rows.up_bias is not None else 0.0))
+                h = act(float(up) + (float(rows.up_bias[j]) if rows.up_bias is not None else 0.0))
             output[t] += h * rows.down[j].double()
     return output
 
@@ -49,6 +69,12 @@ KINDS = [
     pytest.param(False, False, id="plain"),
     pytest.param(False, True, id="bias"),
 ]
+SMOOTH: list[Activation] = ["silu", "gelu"]
+
+
+def test_every_activation_is_tested() -> None:
+    """An activation that is added without a line in the loop."""
+    assert set(ACT) == set(get_args(Activation))
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
@@ -66,6 +92,30 @@ def test_every_mode_equals_the_loop(
     scores = torch.randn(tokens, neurons, generator=torch.Generator().manual_seed(2)) + 1
     want = loop_ffn(x, rows, scores >= THRESHOLD)
     assert_close(kernel.predicted(x, rows, scores, THRESHOLD), want, dtype)
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@pytest.mark.parametrize(("tokens", "neurons", "hidden"), [(1, 1, 1), (1, 97, 33), (3, 64, 32), (5, 130, 7)])
+def test_drelu_equals_the_loop_in_every_mode(tokens: int, neurons: int, hidden: int, dtype: torch.dtype) -> None:
+    """A negative up product that is added, with the gate alone deciding."""
+    rows = random_rows(neurons, hidden, gated=True, bias=False, dtype=dtype, activation="drelu")
+    x = torch.randn(tokens, hidden, generator=torch.Generator().manual_seed(1)).to(dtype)
+    everything = torch.ones(tokens, neurons, dtype=torch.bool)
+    assert_close(kernel.dense(x, rows), loop_ffn(x, rows, everything), dtype)
+    assert_close(kernel.exact(x, rows), loop_ffn(x, rows, everything), dtype)
+    scores = torch.randn(tokens, neurons, generator=torch.Generator().manual_seed(2)) + 1
+    want = loop_ffn(x, rows, scores >= THRESHOLD)
+    assert_close(kernel.predicted(x, rows, scores, THRESHOLD), want, dtype)
+
+
+@pytest.mark.parametrize("activation", SMOOTH)
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@pytest.mark.parametrize(("gated", "bias"), KINDS)
+def test_smooth_activations_equal_the_loop(activation: Activation, gated: bool, bias: bool, dtype: torch.dtype) -> None:
+    """Another approximation of the function, or the activation on the wrong factor."""
+    rows = random_rows(97, 33, gated, bias, dtype, activation)
+    x = torch.randn(3, 33, generator=torch.Generator().manual_seed(1)).to(dtype)
+    assert_close(kernel.dense(x, rows), loop_ffn(x, rows, torch.ones(3, 97, dtype=torch.bool)), dtype)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.2, kernel.GATHER_UP_TO, 0.9, 1.0])

@@ -4,6 +4,7 @@ Weights are drawn wide enough that neurons fire and stay silent in good measure 
 are not left at their neutral values, where a forgotten one would go unnoticed.
 """
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -68,6 +69,9 @@ CONFIGS: dict[str, Callable[..., transformers.PretrainedConfig]] = {
 }
 
 
+BAMBOO = "bamboo"  # of its own, because transformers has no such model: a Mistral whose config says so
+
+
 def make_model(config: transformers.PretrainedConfig, seed: int = 0) -> Any:
     """A model with random weights in evaluation mode."""
     torch.manual_seed(seed)
@@ -91,5 +95,10 @@ def save_model(directory: Path, config: transformers.PretrainedConfig, seed: int
 
 
 def save_family(directory: Path, family: str, seed: int = 0, **changes: Any) -> Path:
-    """Save a model of one of :data:`CONFIGS`."""
+    """Save a model of one of :data:`CONFIGS`, or :data:`BAMBOO`."""
+    if family == BAMBOO:
+        save_model(directory, mistral_config(**changes), seed)
+        config = directory / "config.json"
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"model_type": "bamboo"}))
+        return directory
     return save_model(directory, CONFIGS[family](**changes), seed)

@@ -6,11 +6,11 @@ from typing import Any
 from ..errors import UnsupportedModelError
 from . import bamboo, falcon, llama, opt
 from .family import Family, FfnModules
-from .shape import ModelShape, Rotary
+from .shape import Activation, ModelShape, Rotary
 
 FAMILIES: dict[str, Family] = {module.FAMILY.name: module.FAMILY for module in (opt, llama, falcon, bamboo)}
 
-__all__ = ["FAMILIES", "Family", "FfnModules", "ModelShape", "Rotary", "read_shape"]
+__all__ = ["FAMILIES", "Activation", "Family", "FfnModules", "ModelShape", "Rotary", "read_shape"]
 
 
 def read_shape(config: Mapping[str, Any]) -> ModelShape:

@@ -1,7 +1,4 @@
-"""Bamboo, LLaMA-shaped with a dReLU FFN: neuron j computes relu(gate_j·x) · relu(up_j·x) and adds down_j times that.
-
-Known as far as its files go: they are read, written and converted. What computes FFNs here does not know dReLU.
-"""
+"""Bamboo, LLaMA-shaped with a dReLU FFN: neuron j computes relu(gate_j·x) · relu(up_j·x) and adds down_j times that."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -9,15 +6,15 @@ from typing import Any
 
 from . import llama
 from .family import Family
-from .shape import ModelShape
+from .shape import Activation, ModelShape
 
-ACTIVATION = "drelu"
+ACTIVATION: Activation = "drelu"
 
 
 def read_shape(config: Mapping[str, Any]) -> ModelShape:
     """Reads ``model_type`` bamboo, whose other keys and defaults are Mistral's; ``hidden_act`` is that of both factors."""
     shape = llama.read_shape({"hidden_act": "relu", **config, "model_type": "mistral"})
-    shape.require_relu()
+    shape.require_silence()
     return replace(shape, family="bamboo", activation=ACTIVATION)
 
 

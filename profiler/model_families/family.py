@@ -27,14 +27,15 @@ NEUTRAL_KEYS = frozenset(
 class FfnModules:
     """Paths (``{i}`` = layer) inside the ``transformers`` model where the FFN is observed.
 
-    A neuron fires when its element of the output of ``fires`` is above zero. The input of ``down`` is the activation
-    vector. The input of ``predictor_input`` is what PowerInfer's engine feeds its predictors: the residual stream
-    before the FFN norm, for Falcon the layer input.
+    A neuron fires when its element of the output of ``fires`` is above zero, and with dReLU that of ``up`` too, which runs
+    later and only gated neurons have. The input of ``down`` is the activation vector. The input of ``predictor_input`` is
+    what PowerInfer's engine feeds its predictors: the residual stream before the FFN norm, for Falcon the layer input.
     """
 
     fires: str
     down: str
     predictor_input: str
+    up: str | None = None
 
 
 @dataclass(frozen=True)

@@ -60,6 +60,7 @@ FAMILY = Family(
         fires="model.layers.{i}.mlp.gate_proj",
         down="model.layers.{i}.mlp.down_proj",
         predictor_input="model.layers.{i}.post_attention_layernorm",
+        up="model.layers.{i}.mlp.up_proj",
     ),
     alternative_prefixes=(("model.", ""),),
 )

@@ -5,13 +5,22 @@ It knows no Hugging Face names and imports no torch, so that placements can be c
 
 import sys
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal
+from typing import Any, Literal, cast, get_args
 
 from ..errors import UnsupportedModelError
 
 LARGEST_SIZE = 2**40  # of any one dimension: beyond it only mistakes lie, and products leave the range of 64 bits
 MAX_LAYERS = 10_000
 TensorShapes = dict[str, tuple[int, ...]]
+
+# What a neuron computes, with z what decides on firing: gate·x, or up·x + bias of ungated neurons.
+#   relu   h = relu(z) · up·x        fires where z > 0
+#   drelu  h = relu(z) · relu(up·x)  fires where both are above 0; gated neurons only
+#   silu   h = z · sigmoid(z) · up·x, never silent
+#   gelu   h = z · Φ(z) · up·x, never silent
+# Ungated neurons have no factor up·x.
+Activation = Literal["relu", "drelu", "silu", "gelu"]
+FALL_SILENT: "tuple[Activation, ...]" = ("relu", "drelu")  # where a neuron that does not fire contributes exactly zero
 
 
 @dataclass(frozen=True)
@@ -108,13 +117,29 @@ class ModelShape:
             tensors += [*self.attention_shapes().values(), *self.ffn_shapes(layer).values()]
         return sum(_product(shape) for shape in tensors)
 
-    def require_relu(self) -> None:
-        """Raise ``UnsupportedModelError`` unless inactive neurons contribute exactly zero."""
-        if self.activation != "relu":
+    @property
+    def falls_silent(self) -> bool:
+        """Whether neurons that do not fire contribute exactly zero."""
+        return self.activation in FALL_SILENT
+
+    def require_silence(self) -> None:
+        """Raise ``UnsupportedModelError`` unless neurons that do not fire contribute exactly zero."""
+        if not self.falls_silent:
             raise UnsupportedModelError(
-                f"the model's activation is {self.activation!r}, and only those of 'relu' are known to contribute exactly "
-                "zero when they are silent: use a ReLU version of the model (OPT, ReluLLaMA, a Falcon with ReLU …)"
+                f"the model's activation is {self.activation!r}, and only neurons of 'relu' and 'drelu' are known to "
+                "contribute exactly zero when they are silent: use a ReLU version of the model (OPT, ReluLLaMA, a Falcon "
+                "with ReLU …)"
             )
+
+    def known_activation(self) -> Activation:
+        """The activation; raises ``UnsupportedModelError`` for one whose maths is not implemented."""
+        known = get_args(Activation)
+        if self.activation not in known or (self.activation == "drelu" and not self.gated):
+            raise UnsupportedModelError(
+                f"the model's activation is {self.activation!r} on {'gated' if self.gated else 'ungated'} neurons, and only "
+                f"{', '.join(known)} are implemented, drelu on gated ones alone: use another model"
+            )
+        return cast(Activation, self.activation)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"ffn_sizes": list(self.ffn_sizes)}

@@ -74,8 +74,9 @@ NB_MODULE(cpu_kernels, m) {
         new (self) Matrix(make_matrix(type, data, rows, columns, stride_bytes));
     });
     nb::class_<pi::Neurons>(m, "Neurons")
-        .def("__init__", [](pi::Neurons* self, const Matrix& first, const Matrix& up, const Matrix& down, uintptr_t up_bias) {
-            new (self) pi::Neurons{first, up, down, pointer<const float>(up_bias)};
+        .def("__init__", [](pi::Neurons* self, const Matrix& first, const Matrix& up, const Matrix& down, uintptr_t up_bias,
+                            int activation) {
+            new (self) pi::Neurons{first, up, down, pointer<const float>(up_bias), pi::Activation(activation)};
         });
     nb::class_<pi::Predictor>(m, "Predictor")
         .def(nb::init<>())

@@ -8,9 +8,10 @@ import os
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from pi_toolkit.profiler.command_line import note
+from pi_toolkit.profiler.model_families import Activation
 
 from .packed_matrix import KINDS, PackedMatrix
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 TOKENS = 16  # vectors of tokens are padded to this
 MODES: "tuple[Mode, ...]" = ("dense", "exact", "predicted")  # in the order of sparse_ffn_cpu.h
+ACTIVATIONS: "tuple[Activation, ...]" = get_args(Activation)  # likewise
 
 
 def extension() -> ModuleType | None:

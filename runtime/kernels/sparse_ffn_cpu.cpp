@@ -4,6 +4,8 @@
 #include "sparse_ffn_cpu.h"
 
 #include <algorithm>
+#include <cmath>
+#include <stdexcept>
 
 namespace pi {
 namespace {
@@ -16,32 +18,40 @@ constexpr int64_t MULTIPLY_BYTES = 1 << 16;  // of weights per chunk
 struct Chunk {
     int64_t begin, end;
     float* sums;         // [hidden], padded to GROUP
-    float* activations;  // [end - begin]: what decides on firing, then h
+    float* activations;  // [end - begin]: what decides on firing, then h or its first factor
     float* scores;       // [end - begin]
     int32_t* active;     // [end - begin] ids, relative to begin
 };
 
+inline float product(const RowKernels& kernels, const Matrix& matrix, const Input& x, int64_t j, const uint8_t* next) {
+    return kernels.dot[int(matrix.type)](matrix.row(j), x, matrix.columns, next);
+}
+
 inline float fires_on(const RowKernels& kernels, const Neurons& neurons, const Input& x, int64_t j, const uint8_t* next) {
-    const float z = kernels.dot[int(neurons.first.type)](neurons.first.row(j), x, neurons.hidden(), next);
+    const float z = product(kernels, neurons.first, x, j, next);
     return neurons.up_bias ? z + neurons.up_bias[j] : z;
 }
 
-// h of neuron j out of what it fires on, z > 0.
-inline float activation(const RowKernels& kernels, const Neurons& neurons, const Input& x, int64_t j, float z,
-                        const uint8_t* next) {
-    if (!neurons.up.rows) return z;
-    return z * kernels.dot[int(neurons.up.type)](neurons.up.row(j), x, neurons.hidden(), next);
+inline float activate(Activation activation, float z) {
+    switch (activation) {
+        case Activation::silu: return z / (1.0f + std::exp(-z));
+        case Activation::gelu: return 0.5f * z * (1.0f + std::erf(z * 0.70710678f));
+        default: return std::max(0.0f, z);
+    }
 }
 
 void dense_chunk(const RowKernels& kernels, const Neurons& neurons, const Input& x, const Chunk& chunk) {
     const Axpy axpy = kernels.axpy[int(neurons.down.type)];
     for (int64_t j = chunk.begin; j < chunk.end; ++j)
         chunk.activations[j - chunk.begin] =
-            std::max(0.0f, fires_on(kernels, neurons, x, j, neurons.first.row(std::min(j + 1, chunk.end - 1))));
+            activate(neurons.activation, fires_on(kernels, neurons, x, j, neurons.first.row(std::min(j + 1, chunk.end - 1))));
     for (int64_t j = chunk.begin; j < chunk.end; ++j) {
         const int64_t following = std::min(j + 1, chunk.end - 1);
-        const uint8_t* next_up = neurons.up.rows ? neurons.up.row(following) : nullptr;
-        const float h = activation(kernels, neurons, x, j, chunk.activations[j - chunk.begin], next_up);
+        float h = chunk.activations[j - chunk.begin];
+        if (neurons.up.rows) {
+            const float up = product(kernels, neurons.up, x, j, neurons.up.row(following));
+            h *= neurons.activation == Activation::drelu ? std::max(0.0f, up) : up;
+        }
         axpy(chunk.sums, h, neurons.down.row(j), neurons.hidden(), neurons.down.row(following));
     }
 }
@@ -53,10 +63,27 @@ inline void fetch_row(const uint8_t* row, int64_t bytes) {
     for (int64_t line = 0; line < bytes; line += LINE) __builtin_prefetch(row + line);
 }
 
-// Up and down rows of the neurons that fire, which are listed in chunk.active with their z in chunk.activations.
+// Of neurons whose gate fires, listed with its product, those whose up product is above zero too, with the two multiplied.
+int64_t keep_firing_ups(const RowKernels& kernels, const Neurons& neurons, const Input& x, const Chunk& chunk, int64_t count) {
+    const int64_t bytes = packed_row_bytes(neurons.up.type, neurons.hidden()), ahead = rows_ahead(bytes);
+    int64_t firing = 0;
+    for (int64_t k = 0; k < std::min(ahead, count); ++k) fetch_row(neurons.up.row(chunk.begin + chunk.active[k]), bytes);
+    for (int64_t k = 0; k < count; ++k) {
+        const int32_t neuron = chunk.active[k], following = chunk.active[std::min(k + ahead, count - 1)];
+        const float up = product(kernels, neurons.up, x, chunk.begin + neuron, neurons.up.row(chunk.begin + following));
+        if (!(up > 0)) continue;
+        chunk.activations[firing] = chunk.activations[k] * up;  // firing <= k, as in find_firing
+        chunk.active[firing++] = neuron;
+    }
+    return firing;
+}
+
+// Up and down rows of the neurons that fire, which are listed in chunk.active with their z in chunk.activations. Which dReLU
+// neurons fire is known only after their up products: those are computed first, so that no other's down row is fetched.
 void add_firing(const RowKernels& kernels, const Neurons& neurons, const Input& x, const Chunk& chunk, int64_t firing) {
     const Axpy axpy = kernels.axpy[int(neurons.down.type)];
-    const bool gated = neurons.up.rows > 0;
+    const bool both = neurons.activation == Activation::drelu, gated = neurons.up.rows > 0 && !both;
+    if (both) firing = keep_firing_ups(kernels, neurons, x, chunk, firing);
     const int64_t bytes = packed_row_bytes(neurons.down.type, neurons.hidden()), ahead = rows_ahead((gated ? 2 : 1) * bytes);
     for (int64_t k = 0; k < std::min(ahead, firing); ++k) {
         const int64_t j = chunk.begin + chunk.active[k];
@@ -65,7 +92,8 @@ void add_firing(const RowKernels& kernels, const Neurons& neurons, const Input& 
     }
     for (int64_t k = 0; k < firing; ++k) {
         const int64_t j = chunk.begin + chunk.active[k], following = chunk.begin + chunk.active[std::min(k + ahead, firing - 1)];
-        const float h = activation(kernels, neurons, x, j, chunk.activations[k], gated ? neurons.up.row(following) : nullptr);
+        float h = chunk.activations[k];
+        if (gated) h *= product(kernels, neurons.up, x, j, neurons.up.row(following));
         axpy(chunk.sums, h, neurons.down.row(j), neurons.hidden(), neurons.down.row(following));
     }
 }
@@ -130,6 +158,8 @@ void multiply(ThreadPool& pool, const RowKernels& kernels, const Matrix& matrix,
 
 void SparseFfn::run(ThreadPool& pool, const RowKernels& kernels, const Neurons& neurons, Mode mode, const float* x,
                     const Candidates& candidates, float* y) {
+    if (mode != Mode::dense && !falls_silent(neurons.activation))
+        throw std::invalid_argument("no neuron of this activation can be skipped");
     const int64_t count = neurons.count(), hidden = neurons.hidden(), stride = padded(hidden, GROUP);
     const int64_t chunks = std::min(FFN_CHUNKS, count);
     partial_sums_.resize(chunks * stride);

@@ -1,7 +1,7 @@
 // The sparse FFN of one token on the CPU: the twin of sparse_ffn_reference.py.
 //
-// y = sum over neurons j of h_j * down_j, with h_j = relu(gate_j . x) * (up_j . x) for gated neurons and
-// relu(up_j . x + bias_j) for the others. Weights are rows of one neuron each, and what decides on firing lies apart from
+// y = sum over neurons j of h_j * down_j, with h_j = act(gate_j . x) * (up_j . x) for gated neurons, dReLU ones applying it to
+// both factors, and act(up_j . x + bias_j) for the others. Weights are rows of one neuron each, and what decides on firing lies apart from
 // what is only read when a neuron fires, so that `exact` streams through the first and `predicted` picks from both.
 
 #pragma once
@@ -21,11 +21,18 @@ struct Matrix {
     const uint8_t* row(int64_t r) const { return data + r * stride_bytes; }
 };
 
+// In the order of profiler/model_families/shape.py. drelu: relu on both factors of gated neurons. gelu: the exact one.
+enum class Activation : int { relu, drelu, silu, gelu };
+
+// Whether a neuron that does not fire adds exactly nothing, which modes exact and predicted take for granted.
+inline bool falls_silent(Activation activation) { return activation == Activation::relu || activation == Activation::drelu; }
+
 struct Neurons {
     Matrix first;                    // gate rows, or up rows of ungated neurons
     Matrix up;                       // gated neurons only, else no rows
     Matrix down;                     // [neurons, hidden]
     const float* up_bias = nullptr;  // [neurons], or null
+    Activation activation = Activation::relu;
     int64_t count() const { return first.rows; }
     int64_t hidden() const { return first.columns; }
 };
@@ -58,6 +65,7 @@ void multiply(ThreadPool& pool, const RowKernels& kernels, const Matrix& matrix,
 class SparseFfn {
   public:
     // y [hidden] = the FFN of these neurons for x [hidden], without an output bias. `candidates` matter in mode predicted.
+    // Throws std::invalid_argument for a mode that skips neurons of an activation that never falls silent.
     void run(ThreadPool& pool, const RowKernels& kernels, const Neurons& neurons, Mode mode, const float* x,
              const Candidates& candidates, float* y);
 

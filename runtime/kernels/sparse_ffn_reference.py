@@ -7,6 +7,8 @@ nothing to it, whatever else is in the batch. The union of the batch's neurons o
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from pi_toolkit.profiler.model_families import Activation
+
 if TYPE_CHECKING:
     import torch
 
@@ -20,15 +22,21 @@ GATHER_UP_TO = 0.35
 @dataclass(frozen=True)
 class NeuronRows:
     """Weights of k neurons, one row each, on one device: ``up`` and ``down`` [k, hidden], ``gate`` [k, hidden] or None
-    for ungated neurons, ``up_bias`` [k] or None."""
+    for ungated neurons, ``up_bias`` [k] or None; ``activation`` is what they compute."""
 
     up: "torch.Tensor"
     down: "torch.Tensor"
     gate: "torch.Tensor | None" = None
     up_bias: "torch.Tensor | None" = None
+    activation: Activation = "relu"
 
     def __len__(self) -> int:
         return len(self.up)
+
+    @property
+    def factors(self) -> "torch.Tensor | None":
+        """The rows whose product with x the activated gate is multiplied with; None for ungated neurons."""
+        return None if self.gate is None else self.up
 
     def select(self, index: "torch.Tensor") -> "NeuronRows":
         """Copies of the rows at *index*, int64 [m]."""
@@ -37,28 +45,27 @@ class NeuronRows:
             self.down.index_select(0, index),
             None if self.gate is None else self.gate.index_select(0, index),
             None if self.up_bias is None else self.up_bias.index_select(0, index),
+            self.activation,
         )
 
 
 def dense(x: "torch.Tensor", rows: NeuronRows) -> "torch.Tensor":
     """Σ_j h_j · down_j over all neurons: [tokens, hidden] from normed inputs *x* [tokens, hidden].
 
-    h_j = relu(gate_j·x) · (up_j·x), or relu(up_j·x + bias_j) for ungated neurons.
+    h_j = act(gate_j·x) · (up_j·x), of dReLU neurons act(gate_j·x) · act(up_j·x), or act(up_j·x + bias_j) of ungated ones.
     """
     return _activation(x, rows) @ rows.down
 
 
 def exact(x: "torch.Tensor", rows: NeuronRows) -> "torch.Tensor":
-    """:func:`dense` up to rounding, reading only the gates (or ups) of neurons that stay silent."""
-    fires_on = _pre_activation(x, rows)
-    index = _union(fires_on > 0)
-    if index is None:
-        return _combine(x, rows, fires_on) @ rows.down
-    down = rows.down.index_select(0, index)
-    fires_on = fires_on.index_select(1, index)
-    if rows.gate is None:
-        return fires_on.relu() @ down
-    return (fires_on.relu() * (x @ rows.up.index_select(0, index).T)) @ down
+    """:func:`dense` up to rounding, reading only the gates (or ups) of neurons that stay silent; for activations in
+    ``FALL_SILENT`` alone."""
+    z, factors, down = _pre_activation(x, rows), rows.factors, rows.down
+    index = _union(z > 0)
+    if index is not None:
+        z, down = z.index_select(1, index), down.index_select(0, index)
+        factors = None if factors is None else factors.index_select(0, index)
+    return _combine(x, z, factors, rows.activation) @ down
 
 
 def predicted(x: "torch.Tensor", rows: NeuronRows, scores: "torch.Tensor", threshold: float) -> "torch.Tensor":
@@ -81,17 +88,34 @@ def _union(active: "torch.Tensor") -> "torch.Tensor | None":
 
 
 def _activation(x: "torch.Tensor", rows: NeuronRows) -> "torch.Tensor":
-    return _combine(x, rows, _pre_activation(x, rows))
+    return _combine(x, _pre_activation(x, rows), rows.factors, rows.activation)
 
 
 def _pre_activation(x: "torch.Tensor", rows: NeuronRows) -> "torch.Tensor":
-    """What decides whether a neuron fires: gate·x, or up·x + bias."""
+    """z, what decides whether a neuron fires: gate·x, or up·x + bias."""
     if rows.gate is not None:
         return x @ rows.gate.T
     product = x @ rows.up.T
     return product if rows.up_bias is None else product + rows.up_bias
 
 
-def _combine(x: "torch.Tensor", rows: NeuronRows, fires_on: "torch.Tensor") -> "torch.Tensor":
-    """The activation h of all rows, given what decides on firing."""
-    return fires_on.relu() if rows.gate is None else fires_on.relu() * (x @ rows.up.T)
+def _combine(
+    x: "torch.Tensor", z: "torch.Tensor", factors: "torch.Tensor | None", activation: Activation
+) -> "torch.Tensor":
+    """h of the neurons that *z* and *factors* are about."""
+    h = activate(z, activation)
+    return h if factors is None else h * up_factor(x @ factors.T, activation)
+
+
+def activate(z: "torch.Tensor", activation: Activation) -> "torch.Tensor":
+    """The activation function of what decides on firing; overwrites *z* where it can."""
+    import torch
+
+    if activation == "silu":
+        return torch.nn.functional.silu(z, inplace=True)
+    return torch.nn.functional.gelu(z) if activation == "gelu" else z.relu_()
+
+
+def up_factor(up: "torch.Tensor", activation: Activation) -> "torch.Tensor":
+    """What the activated gate is multiplied with, out of up·x; overwrites it where it can."""
+    return up.relu_() if activation == "drelu" else up

@@ -92,14 +92,15 @@ void check_rows(const RowKernels& kernels, WeightType type, int64_t columns) {
     }
 }
 
-void check_ffn(const RowKernels& kernels, WeightType type, int64_t count, int64_t hidden, bool gated) {
+void check_ffn(const RowKernels& kernels, WeightType type, int64_t count, int64_t hidden, bool gated, Activation activation) {
     const Weights first(type, count, hidden), up(type, count, hidden), down(type, count, hidden);
     const std::vector<float> x = draw(hidden), bias = draw(count), scores = draw(count);
-    const Neurons neurons = {first.matrix, gated ? up.matrix : Matrix{}, down.matrix, gated ? nullptr : bias.data()};
+    const Neurons neurons = {first.matrix, gated ? up.matrix : Matrix{}, down.matrix, gated ? nullptr : bias.data(), activation};
     Candidates candidates;
     candidates.scores = scores.data();
     candidates.threshold = 0.2f;
     for (Mode mode : {Mode::dense, Mode::exact, Mode::predicted}) {
+        if (mode != Mode::dense && !falls_silent(activation)) continue;
         std::vector<float> one(hidden), many(hidden);
         ThreadPool alone(1), pool(5);
         SparseFfn ffn;
@@ -199,7 +200,9 @@ int main() {
             for (int64_t tokens : {16, 32, 48, 112}) check_tokens(*kernels, WeightType(type), 37, 160, tokens);
             check_tokens(*kernels, WeightType(type), 300, 32, 16);
             for (int64_t count : {1, 3, 77})
-                for (bool gated : {true, false}) check_ffn(*kernels, WeightType(type), count, 96, gated);
+                for (bool gated : {true, false})
+                    for (Activation activation : {Activation::relu, Activation::drelu, Activation::silu, Activation::gelu})
+                        if (gated || activation != Activation::drelu) check_ffn(*kernels, WeightType(type), count, 96, gated, activation);
         }
     for (int type = 0; type < WEIGHT_TYPES; ++type)
         for (bool gated : {true, false}) check_step(WeightType(type), gated, !gated);
