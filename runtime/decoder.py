@@ -17,6 +17,10 @@ from .weights import LayerWeights, ModelWeights
 if TYPE_CHECKING:
     import torch
 
+# Prompts of up to so many tokens go through the native step one by one; beyond, reading the weights once for all pays.
+# 0.95B model, two cores: 8 tokens in F16 predicted 0.18 s one by one and 0.25 s at once, in Q4_0 0.07 and 0.33 s.
+NATIVE_STEPS = 8
+
 
 class Decoder:
     """Runs one model in *mode* over a cache of *slots* sequences of up to *context* tokens, on *threads* CPU threads."""
@@ -34,8 +38,8 @@ class Decoder:
         """Logits float32 [rows, vocabulary] after the last of *tokens*; arguments as in :meth:`hidden_states`."""
         import torch
 
-        if self.native and tokens.shape[1] == 1:
-            each = zip(tokens[:, 0].tolist(), positions[:, 0].tolist(), slots.tolist(), strict=True)
+        if self.native and tokens.shape[1] <= NATIVE_STEPS:
+            each = zip(tokens.tolist(), positions[:, 0].tolist(), slots.tolist(), strict=True)
             return torch.stack([self.native.run(*row, self.mode) for row in each])
         return self.logits(self.hidden_states(tokens, positions, slots)[:, -1])
 

@@ -33,12 +33,14 @@ class NativeStep:
         """What the kernels run on: avx512_vnni, avx512, avx2 or portable."""
         return self._step.instruction_set
 
-    def run(self, token: int, position: int, slot: int, mode: Mode) -> "torch.Tensor":
-        """Logits float32 [vocabulary] after *token* at *position* of the sequence in *slot*."""
+    def run(self, tokens: list[int], first: int, slot: int, mode: Mode) -> "torch.Tensor":
+        """Logits float32 [vocabulary] after *tokens*, one by one from position *first* of the sequence in *slot*."""
         import torch
 
         logits = torch.empty(self._vocabulary_size, dtype=torch.float32)
-        self._step.run(token, position, slot, MODES.index(mode), logits.data_ptr())
+        for position, token in enumerate(tokens, start=first):
+            last = position == first + len(tokens) - 1
+            self._step.run(token, position, slot, MODES.index(mode), logits.data_ptr() if last else 0)
         return logits
 
 
@@ -64,7 +66,7 @@ def native_step(
         sliding_window=shape.sliding_window or 0,
         position_offset=shape.position_offset,
         parallel_block=shape.parallel_block,
-        cache_type=KINDS.index(kinds[cache.keys[0].dtype]),  # type: ignore[arg-type]
+        cache_type=KINDS.index(kinds[cache.keys[0].dtype]),
         cosines=address(rotation[0]) if rotation else 0,
         sines=address(rotation[1]) if rotation else 0,
     )

@@ -1,6 +1,6 @@
 """What the weights of a run are held in: as asked for, as placed, or as stored."""
 
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from pi_toolkit.profiler.checkpoint import Checkpoint
 from pi_toolkit.profiler.command_line import note
@@ -21,11 +21,11 @@ def choose_kind(wanted: str, index: GpuIndex | None, hot: "torch.device", checkp
     """
     if wanted != "auto":
         assert wanted in KINDS, "the command offers no other"
-        return cast(Kind, wanted)
+        return wanted
     if hot.type != "cpu" and index and index.dtype in ("float32", "bfloat16", "float16"):
-        return cast(Kind, index.dtype)
+        return index.dtype
     if hot.type != "cpu" and index and index.dtype:
         note(f"the placement was made for {index.dtype} weights, which run on a CPU only: using the checkpoint's type")
     quantised = checkpoint.quantised_kind() if hot.type == "cpu" and isinstance(checkpoint, GgufModel) else None
     stored = quantised or str(checkpoint.dtype()).removeprefix("torch.")
-    return cast(Kind, stored) if stored in KINDS else "float32"
+    return stored if stored in KINDS else "float32"

@@ -121,8 +121,9 @@ class _Loader:
 
     def matrix(self, source: "torch.Tensor | QuantisedMatrix", device: "torch.device") -> PackedMatrix:
         """*source* as a matrix of its own; blocks stay of their type in a model of blocks, whichever the others have."""
-        keep = isinstance(source, QuantisedMatrix) and self.kind in ("q8_0", "q4_0")
-        return pack(source, source.kind if keep else self.kind, device)
+        if isinstance(source, QuantisedMatrix) and self.kind in ("q8_0", "q4_0"):
+            return pack(source, source.kind, device)
+        return pack(source, self.kind, device)
 
     def head(self, source: "torch.Tensor | QuantisedMatrix", device: "torch.device") -> PackedMatrix:
         """The output head, in a model of q4_0 as q8_0 unless it comes as q4_0.
@@ -202,7 +203,9 @@ class _Loader:
             return NeuronTier(up, None, down, up_bias, activation)
         pairs = allocate(len(ids), 2 * length, device)
         return NeuronTier(
-            first=pack(rows("gate.weight"), self.kind, device),  # of one type with up: both meet the same prepared vector
+            first=pack(
+                rows("gate.weight"), self.kind, device
+            ),  # of one type with up: both meet the same prepared vector
             up=fill(pairs[:, :length], self.kind, rows("up.weight")),
             down=fill(pairs[:, length:], self.kind, rows("down.weight")),
             up_bias=up_bias,

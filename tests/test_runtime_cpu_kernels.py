@@ -197,9 +197,11 @@ def test_an_instruction_set_that_is_not_here_is_refused(monkeypatch: pytest.Monk
         module.Kernels(1)
 
 
+@pytest.mark.parametrize("isa", [ISAS[-1], "torch"])
 @pytest.mark.parametrize(("kind", "columns"), CASES)
-def test_packing_keeps_the_values(kind: Kind, columns: int) -> None:
+def test_packing_keeps_the_values(monkeypatch: pytest.MonkeyPatch, isa: str, kind: Kind, columns: int) -> None:
     """Weights that change by being packed: plain types exactly, blocks as GGUF dequantises them."""
+    monkeypatch.setenv("PI_CPU_ISA", isa)
     from pi_toolkit.profiler.gguf_container import TensorType
     from pi_toolkit.profiler.quantisation import dequantise, quantise
 

@@ -29,7 +29,9 @@ def build(folder: Path, sanitizer: str) -> Path:
         command = [compiler, *options, *FLAGS.get(source.stem, []), "-w", "-c", str(source), "-o", str(objects[-1])]
         subprocess.run(command, check=True)
     program = folder / "kernels_check"
-    subprocess.run([compiler, f"-fsanitize={sanitizer}", *map(str, objects), "-o", str(program), "-pthread"], check=True)
+    subprocess.run(
+        [compiler, f"-fsanitize={sanitizer}", *map(str, objects), "-o", str(program), "-pthread"], check=True
+    )
     return program
 
 

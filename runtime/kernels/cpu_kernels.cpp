@@ -6,6 +6,7 @@
 
 #include "decode_step_cpu.h"
 #include "matrix_product_cpu.h"
+#include "pack_blocks_cpu.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -45,6 +46,11 @@ class Kernels {
         candidates.scores = pointer<const float>(scores);
         candidates.threshold = threshold;
         ffn_.run(pool_, *kernels_, neurons, pi::Mode(mode), pointer<const float>(x), candidates, pointer<float>(y));
+    }
+
+    void pack_blocks(int type, uintptr_t blocks, int64_t rows, int64_t columns, uintptr_t packed, int64_t stride_bytes) {
+        pi::pack_blocks(pool_, pi::WeightType(type), pointer<const uint8_t>(blocks), rows, columns, pointer<uint8_t>(packed),
+                        stride_bytes);
     }
 
     void add_row(const Matrix& matrix, int64_t row, float factor, uintptr_t y) {
@@ -130,6 +136,7 @@ NB_MODULE(cpu_kernels, m) {
         .def("multiply", &Kernels::multiply, nb::call_guard<nb::gil_scoped_release>())
         .def("multiply_tokens", &Kernels::multiply_tokens, nb::call_guard<nb::gil_scoped_release>())
         .def("sparse_ffn", &Kernels::sparse_ffn, nb::call_guard<nb::gil_scoped_release>())
+        .def("pack_blocks", &Kernels::pack_blocks, nb::call_guard<nb::gil_scoped_release>())
         .def("add_row", &Kernels::add_row)
         .def_prop_ro("instruction_set", &Kernels::instruction_set)
         .def_prop_ro("threads", &Kernels::threads);

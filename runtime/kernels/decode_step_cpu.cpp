@@ -40,6 +40,7 @@ void DecodeStep::run(int64_t token, int64_t position, int64_t slot, Mode mode, f
             add_ffn(layer, ffn_normed_.data(), mode);
         }
     }
+    if (!logits) return;
     normalise(model_.final_norm, residual_.data(), normed_.data());
     const Input input = prepared_.prepare(*kernels_, normed_.data(), hidden, model_.head.type);
     multiply(pool_, *kernels_, model_.head, input, nullptr, logits);

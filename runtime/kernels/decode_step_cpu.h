@@ -57,7 +57,8 @@ class DecodeStep {
   public:
     DecodeStep(Model model, int threads);
 
-    // logits [vocabulary] after `token` at `position` of the sequence in `slot`, whose cache holds what came before.
+    // logits [vocabulary] after `token` at `position` of the sequence in `slot`, whose cache holds what came before; with null
+    // for logits the cache is all that changes.
     void run(int64_t token, int64_t position, int64_t slot, Mode mode, float* logits);
 
     const char* instruction_set() const { return kernels_->name; }

@@ -4,6 +4,7 @@ Whoever calls keeps the tensors alive. Without the extension (no compiler at ins
 that is said once. The environment variable ``PI_CPU_ISA`` forces an instruction set, or ``torch``, for tests.
 """
 
+import importlib
 import os
 from dataclasses import dataclass
 from functools import cache
@@ -38,11 +39,10 @@ def kernels(threads: int) -> Any:
 @cache
 def _import_extension() -> ModuleType | None:
     try:
-        from . import cpu_kernels
+        return importlib.import_module(".cpu_kernels", __package__)
     except ImportError:
         note("the native CPU kernels are not installed (no compiler was found), so the slower torch reference runs")
         return None
-    return cpu_kernels
 
 
 @cache

@@ -49,7 +49,8 @@ class PackedMatrix:
     def values(self, first: int = 0, end: int | None = None) -> "torch.Tensor":
         """Rows [first, end) as floating point [rows, columns]: a view in the stored type, or float32 for blocks."""
         rows = self.data[first:end]
-        return _unpack(self.kind, rows, self.columns) if self.kind in ("q8_0", "q4_0") else rows.view(_dtype(self.kind))
+        dtype = _dtype(self.kind)
+        return _unpack(self.kind, rows, self.columns) if dtype is None else rows.view(dtype)
 
     def select(self, index: "torch.Tensor") -> "torch.Tensor":
         """float32 [..., columns] of the rows at *index*, int64 [...] on the CPU."""
@@ -103,10 +104,10 @@ def row_tiles(rows: int, columns: int) -> "Iterator[tuple[int, int]]":
 
 def row_bytes(kind: Kind, columns: int) -> int:
     """Bytes of one packed row."""
-    if kind in ("q8_0", "q4_0"):
-        quants = _padded(columns, GROUP) // (1 if kind == "q8_0" else 2)
-        return _scales_bytes(columns) + quants
-    return columns * _dtype(kind).itemsize
+    dtype = _dtype(kind)
+    if dtype is not None:
+        return columns * dtype.itemsize
+    return _scales_bytes(columns) + _padded(columns, GROUP) // (1 if kind == "q8_0" else 2)
 
 
 def allocate(rows: int, bytes_per_row: int, device: "torch.device") -> "torch.Tensor":
@@ -133,14 +134,16 @@ def fill(target: "torch.Tensor", kind: Kind, source: "torch.Tensor | QuantisedMa
 
     Floating point that is to become blocks is quantised; blocks of one type become another by way of float32.
     """
+    import torch
+
     rows, columns = source.shape
     target = target[:, : row_bytes(kind, columns)]
     for first, end in row_tiles(rows, columns):
         tile = source.rows(first, end) if isinstance(source, QuantisedMatrix) else source[first:end]
-        if kind in ("q8_0", "q4_0"):
-            target[first:end] = _pack(_as_blocks(tile, kind), columns)
+        if kind == "q8_0" or kind == "q4_0":
+            _pack_into(target[first:end], _as_blocks(tile, kind))
         else:
-            target.view(_dtype(kind))[first:end] = _as_float(tile)
+            target.view(getattr(torch, kind))[first:end] = _as_float(tile)
     return PackedMatrix(kind, columns, target)
 
 
@@ -162,7 +165,8 @@ def _as_blocks(tile: "torch.Tensor | QuantisedMatrix", kind: Literal["q8_0", "q4
 
     if isinstance(tile, QuantisedMatrix) and tile.kind == kind:
         return tile
-    return QuantisedMatrix(kind, tuple(tile.shape), quantise(_as_float(tile), TensorType[kind.upper()]))
+    rows, columns = tile.shape
+    return QuantisedMatrix(kind, (rows, columns), quantise(_as_float(tile), TensorType[kind.upper()]))
 
 
 def _dtype(kind: str) -> "torch.dtype | None":
@@ -180,24 +184,46 @@ def _scales_bytes(columns: int) -> int:
     return _padded(_padded(columns, GROUP) // BLOCK * 2, LINE)
 
 
+def _pack_into(target: "torch.Tensor", matrix: QuantisedMatrix) -> None:
+    """Write packed rows to *target*; natively where that is possible."""
+    import torch
+
+    from .native import kernels
+
+    rows, columns = matrix.shape
+    native = kernels(torch.get_num_threads()) if target.device.type == "cpu" else None
+    if native is None:
+        target[:] = _pack(matrix, columns)
+        return
+    blocks, number = np.ascontiguousarray(matrix.blocks), KINDS.index(matrix.kind)
+    native.pack_blocks(number, blocks.ctypes.data, rows, columns, target.data_ptr(), target.stride(0))
+
+
 def _pack(matrix: QuantisedMatrix, columns: int) -> "torch.Tensor":
-    """GGUF's blocks (18 or 34 bytes, scale first) to packed rows."""
+    """GGUF's blocks (18 or 34 bytes, scale first) to packed rows.
+
+    A q4_0 block holds value j in the low and value j + 16 in the high nibble of its byte j; so 16 packed bytes take a
+    half of each byte of one block and the same half of the block two further on.
+    """
     import torch
 
     rows, blocks = matrix.shape[0], columns // BLOCK
-    groups = _padded(columns, GROUP) // GROUP
-    packed = np.zeros((rows, row_bytes(matrix.kind, columns)), np.uint8)
-    stored = matrix.blocks.reshape(rows, blocks, -1)
-    head = _scales_bytes(columns)
+    groups, head = _padded(columns, GROUP) // GROUP, _scales_bytes(columns)
+    stored = torch.from_numpy(np.ascontiguousarray(matrix.blocks)).view(rows, blocks, -1)
+    packed = torch.zeros(rows, row_bytes(matrix.kind, columns), dtype=torch.uint8)
     packed[:, : 2 * blocks] = stored[:, :, :2].reshape(rows, -1)
+    quants = stored[:, :, 2:]
     if matrix.kind == "q8_0":
-        packed[:, head : head + columns] = stored[:, :, 2:].reshape(rows, -1)
-        return torch.from_numpy(packed)
-    values = np.full((rows, groups * GROUP), 8, np.uint8)
-    values[:, :columns] = np.concatenate([stored[:, :, 2:] & 15, stored[:, :, 2:] >> 4], axis=2).reshape(rows, -1)
-    halves = values.reshape(rows, groups, 2, LINE)
-    packed[:, head:] = (halves[:, :, 0] | halves[:, :, 1] << 4).reshape(rows, -1)
-    return torch.from_numpy(packed)
+        packed[:, head : head + columns] = quants.reshape(rows, -1)
+        return packed
+    if blocks % 4:  # whole groups of zeros, which are stored as 8
+        quants = torch.cat([quants, torch.full((rows, -blocks % 4, 16), 0x88, dtype=torch.uint8)], dim=1)
+    quants = quants.reshape(rows, groups, 4, 16)
+    front, back = quants[:, :, :2], quants[:, :, 2:]
+    halves = packed[:, head:].view(rows, groups, 2, 2, 16)
+    halves[:, :, :, 0] = (front & 15) | (back << 4)
+    halves[:, :, :, 1] = (front >> 4) | (back & 0xF0)
+    return packed
 
 
 def _unpack(kind: str, data: "torch.Tensor", columns: int) -> "torch.Tensor":
