@@ -151,7 +151,7 @@ def _baseline(baseline: Baseline, setup: Setup, record: ModelRecord, context: in
             raise BenchmarkError(
                 f"there is no directory {baseline.model!r} for transformers: give a Hugging Face directory"
             )
-        # F16 products take torch a thousand times longer on a CPU, so that BF16 stands in for it.
+        # F16 products take torch some 600 times longer on a CPU, so that BF16 stands in for it.
         dtype = "float32" if setup.dtypes == ("float32",) else "bfloat16"
         return TransformersRecipe(baseline.model, dtype, setup.threads)
     path = Path(baseline.model)

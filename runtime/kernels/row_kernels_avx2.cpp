@@ -153,47 +153,19 @@ void unpack_half(const uint8_t* row, int64_t, int64_t first, int64_t count, floa
     for (; i < count; ++i) values[i] = load_scalar<WeightType::F16>(row, first + i);
 }
 
-// 4 rows and up to 3 vectors of tokens, whose sums stay in registers.
-template <int rows, int vectors>
-inline void tile_block(const float* w, int64_t row_stride, int64_t k_stride, int64_t depth, const float* x, float* y,
-                       int64_t stride) {
-    __m256 sums[rows][vectors];
-    for (int r = 0; r < rows; ++r)
-        for (int v = 0; v < vectors; ++v) sums[r][v] = _mm256_loadu_ps(y + r * stride + 8 * v);
-    for (int64_t k = 0; k < depth; ++k) {
-        __m256 tokens[vectors];
-        for (int v = 0; v < vectors; ++v) tokens[v] = _mm256_loadu_ps(x + k * stride + 8 * v);
-        for (int r = 0; r < rows; ++r) {
-            const __m256 weight = _mm256_set1_ps(w[r * row_stride + k * k_stride]);
-            for (int v = 0; v < vectors; ++v) sums[r][v] = _mm256_fmadd_ps(weight, tokens[v], sums[r][v]);
-        }
-    }
-    for (int r = 0; r < rows; ++r)
-        for (int v = 0; v < vectors; ++v) _mm256_storeu_ps(y + r * stride + 8 * v, sums[r][v]);
-}
-
-template <int vectors>
-void tile_columns(const float* w, int64_t row_stride, int64_t k_stride, int64_t rows, int64_t depth, const float* x, float* y,
-                  int64_t stride) {
-    int64_t r = 0;
-    for (; r + 4 <= rows; r += 4)
-        tile_block<4, vectors>(w + r * row_stride, row_stride, k_stride, depth, x, y + r * stride, stride);
-    for (; r < rows; ++r)
-        tile_block<1, vectors>(w + r * row_stride, row_stride, k_stride, depth, x, y + r * stride, stride);
-}
-
-void tile(const float* w, int64_t row_stride, int64_t k_stride, int64_t rows, int64_t depth, const float* x, float* y,
-          int64_t tokens, int64_t stride) {
-    int64_t t = 0;
-    for (; t + 24 <= tokens; t += 24) tile_columns<3>(w, row_stride, k_stride, rows, depth, x + t, y + t, stride);
-    if (t + 16 <= tokens) {
-        tile_columns<2>(w, row_stride, k_stride, rows, depth, x + t, y + t, stride);
-        t += 16;
-    }
-    if (t < tokens) tile_columns<1>(w, row_stride, k_stride, rows, depth, x + t, y + t, stride);
-}
+using Vector = __m256;
+constexpr int64_t WIDTH = 8, TILE_ROWS = 4;
+inline Vector load(const float* values) { return _mm256_loadu_ps(values); }
+inline void store(float* values, Vector v) { _mm256_storeu_ps(values, v); }
+inline Vector set(float value) { return _mm256_set1_ps(value); }
+inline Vector multiply_add(Vector a, Vector b, Vector c) { return _mm256_fmadd_ps(a, b, c); }
 
 }  // namespace
+}  // namespace pi
+
+#include "row_kernels_tile.h"
+
+namespace pi {
 
 const RowKernels AVX2_ROW_KERNELS = {
     "avx2",

@@ -169,47 +169,19 @@ void unpack_half(const uint8_t* row, int64_t, int64_t first, int64_t count, floa
     for (; i < count; ++i) values[i] = load_scalar<WeightType::F16>(row, first + i);
 }
 
-// 8 rows and up to 3 vectors of tokens, whose sums stay in registers.
-template <int rows, int vectors>
-inline void tile_block(const float* w, int64_t row_stride, int64_t k_stride, int64_t depth, const float* x, float* y,
-                       int64_t stride) {
-    __m512 sums[rows][vectors];
-    for (int r = 0; r < rows; ++r)
-        for (int v = 0; v < vectors; ++v) sums[r][v] = _mm512_loadu_ps(y + r * stride + 16 * v);
-    for (int64_t k = 0; k < depth; ++k) {
-        __m512 tokens[vectors];
-        for (int v = 0; v < vectors; ++v) tokens[v] = _mm512_loadu_ps(x + k * stride + 16 * v);
-        for (int r = 0; r < rows; ++r) {
-            const __m512 weight = _mm512_set1_ps(w[r * row_stride + k * k_stride]);
-            for (int v = 0; v < vectors; ++v) sums[r][v] = _mm512_fmadd_ps(weight, tokens[v], sums[r][v]);
-        }
-    }
-    for (int r = 0; r < rows; ++r)
-        for (int v = 0; v < vectors; ++v) _mm512_storeu_ps(y + r * stride + 16 * v, sums[r][v]);
-}
-
-template <int vectors>
-void tile_columns(const float* w, int64_t row_stride, int64_t k_stride, int64_t rows, int64_t depth, const float* x, float* y,
-                  int64_t stride) {
-    int64_t r = 0;
-    for (; r + 8 <= rows; r += 8)
-        tile_block<8, vectors>(w + r * row_stride, row_stride, k_stride, depth, x, y + r * stride, stride);
-    for (; r < rows; ++r)
-        tile_block<1, vectors>(w + r * row_stride, row_stride, k_stride, depth, x, y + r * stride, stride);
-}
-
-void tile(const float* w, int64_t row_stride, int64_t k_stride, int64_t rows, int64_t depth, const float* x, float* y,
-          int64_t tokens, int64_t stride) {
-    int64_t t = 0;
-    for (; t + 48 <= tokens; t += 48) tile_columns<3>(w, row_stride, k_stride, rows, depth, x + t, y + t, stride);
-    if (t + 32 <= tokens) {
-        tile_columns<2>(w, row_stride, k_stride, rows, depth, x + t, y + t, stride);
-        t += 32;
-    }
-    if (t < tokens) tile_columns<1>(w, row_stride, k_stride, rows, depth, x + t, y + t, stride);
-}
+using Vector = __m512;
+constexpr int64_t WIDTH = 16, TILE_ROWS = 8;
+inline Vector load(const float* values) { return _mm512_loadu_ps(values); }
+inline void store(float* values, Vector v) { _mm512_storeu_ps(values, v); }
+inline Vector set(float value) { return _mm512_set1_ps(value); }
+inline Vector multiply_add(Vector a, Vector b, Vector c) { return _mm512_fmadd_ps(a, b, c); }
 
 }  // namespace
+}  // namespace pi
+
+#include "row_kernels_tile.h"
+
+namespace pi {
 
 const RowKernels PI_KERNELS = {
     PI_KERNELS_NAME,
