@@ -12,6 +12,8 @@ from .kernels.packed_matrix import KINDS, Kind
 if TYPE_CHECKING:
     import torch
 
+FLOATING_POINT: tuple[Kind, ...] = ("float32", "bfloat16", "float16")
+
 
 def choose_kind(wanted: str, index: GpuIndex | None, hot: "torch.device", checkpoint: Checkpoint | GgufModel) -> Kind:
     """*wanted*, unless it is "auto": then the type of the placement where a GPU is in use, because its bytes were counted
@@ -22,10 +24,11 @@ def choose_kind(wanted: str, index: GpuIndex | None, hot: "torch.device", checkp
     if wanted != "auto":
         assert wanted in KINDS, "the command offers no other"
         return wanted
-    if hot.type != "cpu" and index and index.dtype in ("float32", "bfloat16", "float16"):
-        return index.dtype
-    if hot.type != "cpu" and index and index.dtype:
-        note(f"the placement was made for {index.dtype} weights, which run on a CPU only: using the checkpoint's type")
+    placed = index.dtype if index and hot.type != "cpu" else None
+    if placed in FLOATING_POINT:
+        return placed
+    if placed:
+        note(f"the placement was made for {placed} weights, which run on a CPU only: using the checkpoint's type")
     quantised = checkpoint.quantised_kind() if hot.type == "cpu" and isinstance(checkpoint, GgufModel) else None
     stored = quantised or str(checkpoint.dtype()).removeprefix("torch.")
     return stored if stored in KINDS else "float32"
