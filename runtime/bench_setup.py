@@ -13,6 +13,7 @@ from . import conditions
 from .bench_contenders import LlamaCppRecipe, OwnRecipe, ReadRecipe, TransformersRecipe
 from .bench_worker import Recipe, Worker
 from .benchmark import Entrant
+from .engine import check_context, has_predictors
 from .kernels.sparse_ffn_reference import Mode
 
 READ_BYTES = 2**29  # sixteen times a large L3 cache
@@ -121,10 +122,7 @@ def add_worker_facts(described: dict[str, Any], recipes: Recipes, workers: Seque
 
 def _context(setup: Setup, record: ModelRecord) -> int:
     needed, positions = max(max(setup.lengths) + 1, min(setup.lengths) + setup.steps + 1), record.shape.max_positions
-    if setup.context is not None and setup.context > positions:
-        raise GenerationError(
-            f"--ctx {setup.context} is beyond the model's {positions} positions: choose a smaller one"
-        )
+    check_context(record.shape, setup.context)
     if needed > (setup.context or positions):
         what = f"the context of {setup.context}" if setup.context else f"the model's {positions} positions"
         raise GenerationError(
@@ -136,8 +134,7 @@ def _context(setup: Setup, record: ModelRecord) -> int:
 
 def _modes(setup: Setup) -> tuple[Mode, ...]:
     workspace = setup.workspace
-    inside = workspace.is_file and GgufModel(workspace.path).num_predictors > 0
-    predictors = inside or workspace.predictor.exists()
+    predictors = has_predictors(workspace)
     if setup.modes and "predicted" in setup.modes and not predictors:
         raise GenerationError(
             f"{str(workspace.path)!r} has no predictors for --mode predicted: run pi-train-predictor, or leave it out"

@@ -16,7 +16,7 @@ from pi_toolkit.profiler.token_windows import load_tokenizer, read_end_ids
 from pi_toolkit.profiler.workspace import ModelRecord, Workspace, open_checkpoint, read_model
 from pi_toolkit.solver import gpuidx
 from pi_toolkit.solver.gpuidx import GpuIndex
-from pi_toolkit.solver.memory import unit_bytes
+from pi_toolkit.solver.memory import DEFAULT_CONTEXT, unit_bytes
 
 from .decoder import Decoder
 from .kernels.sparse_ffn_reference import Mode
@@ -24,8 +24,6 @@ from .model_gguf_predictors import predictors_of
 from .tier_plan import TierPlan, all_cold, from_index
 from .weight_kind import choose_kind
 from .weights import load_weights
-
-DEFAULT_CONTEXT = 4096
 
 
 @dataclass(frozen=True)
@@ -116,8 +114,7 @@ def choose_mode(workspace: Workspace, record: ModelRecord, wanted: Mode | None) 
             "falls silent or can be skipped: running in mode dense"
         )
         return None, "dense"
-    inside = predictors_of(GgufModel(workspace.path)) if workspace.is_file else None
-    present = inside is not None or workspace.predictor.exists()
+    present = has_predictors(workspace)
     if wanted == "predicted" and not present:
         raise GenerationError(
             f"{str(workspace.path)!r} has no predictors for --mode predicted: run pi-train-predictor, or use --mode exact"
@@ -128,10 +125,16 @@ def choose_mode(workspace: Workspace, record: ModelRecord, wanted: Mode | None) 
     mode: Mode = wanted or ("predicted" if present else "exact")
     if mode != "predicted":
         return None, mode
-    if inside is not None:
+    if workspace.is_file and (inside := predictors_of(GgufModel(workspace.path))):
         return inside, mode
     shape = record.shape
     return predictor_file.read(workspace.predictor, shape.hidden_size, shape.ffn_sizes, record.fingerprint), mode
+
+
+def has_predictors(workspace: Workspace) -> bool:
+    """Whether there are predictors, in a model file or beside the counts; reads none of them."""
+    inside = workspace.is_file and GgufModel(workspace.path).num_predictors > 0
+    return inside or workspace.predictor.exists()
 
 
 def _find_placement(workspace: Workspace, record: ModelRecord, wanted: Path | None) -> GpuIndex | None:
@@ -143,11 +146,16 @@ def _find_placement(workspace: Workspace, record: ModelRecord, wanted: Path | No
     return gpuidx.read(path, record.shape.ffn_sizes, record.fingerprint)
 
 
-def _context(shape: ModelShape, wanted: int | None, index: GpuIndex | None) -> int:
+def check_context(shape: ModelShape, wanted: int | None) -> None:
+    """Raise ``GenerationError`` for a context that is asked for beyond the model's positions."""
     if wanted is not None and wanted > shape.max_positions:
         raise GenerationError(
             f"--ctx {wanted} is beyond the model's {shape.max_positions} positions: choose a smaller one"
         )
+
+
+def _context(shape: ModelShape, wanted: int | None, index: GpuIndex | None) -> int:
+    check_context(shape, wanted)
     placed_for = index.context if index else None
     return min(wanted or placed_for or DEFAULT_CONTEXT, shape.max_positions)
 

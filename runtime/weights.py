@@ -196,7 +196,7 @@ class _Loader:
             source = checkpoint.neuron_rows(layer, role)
             if len(ids) == shape.ffn_sizes[layer]:  # all of them, in order
                 return source
-            return source.select(ids.numpy()) if isinstance(source, QuantisedMatrix) else source[ids]
+            return source[ids]
 
         up_bias = _vector(checkpoint.layer(layer, "up.bias")[ids], device) if shape.ffn_bias else None
         if not shape.gated:

@@ -21,14 +21,13 @@ from pi_toolkit.profiler.command_line import (
 )
 from pi_toolkit.profiler.hardware import GIB, Hardware, nearest_preset, preset_names, read_hardware
 
-from .memory import DTYPES
+from .memory import DEFAULT_CONTEXT, DTYPES
 
 if TYPE_CHECKING:
     from pi_toolkit.profiler.workspace import ModelRecord, Workspace
 
     from .placement import Placement, PlacementRequest
 
-DEFAULT_CONTEXT = 4096
 _MAX_GIB = 2.0**20  # a pebibyte; keeps every byte count far inside 64 bits
 
 

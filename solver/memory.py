@@ -10,7 +10,10 @@ from dataclasses import dataclass
 from pi_toolkit.profiler.errors import PlacementError
 from pi_toolkit.profiler.model_families import ModelShape
 
-# values and bytes of one block (FORMATS: q8_0 is one F16 scale and 32 int8, q4_0 one F16 scale and 16 bytes)
+# Tokens of KV cache where nobody says otherwise: more than most prompts, and 0.5 GiB for Mistral-7B.
+DEFAULT_CONTEXT = 4096
+
+# values and bytes of one block (GGUF: q8_0 is one F16 scale and 32 int8, q4_0 one F16 scale and 16 bytes)
 BLOCKS = {"float32": (1, 4), "bfloat16": (1, 2), "float16": (1, 2), "q8_0": (32, 34), "q4_0": (32, 18)}
 DTYPES = tuple(BLOCKS)
 

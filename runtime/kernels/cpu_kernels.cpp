@@ -27,9 +27,7 @@ Matrix make_matrix(int type, uintptr_t data, int64_t rows, int64_t columns, int6
 // The kernels that are called one by one, for layers of which only a part is on the CPU.
 class Kernels {
   public:
-    explicit Kernels(int threads) : kernels_(pi::choose_row_kernels()), pool_(threads) {
-        if (!kernels_) throw std::invalid_argument("PI_CPU_ISA names no instruction set of this machine");
-    }
+    explicit Kernels(int threads) : kernels_(pi::require_row_kernels()), pool_(threads) {}
 
     void multiply(const Matrix& matrix, uintptr_t x, uintptr_t bias, uintptr_t y) {
         const pi::Input input = prepared_.prepare(*kernels_, pointer<const float>(x), matrix.columns, matrix.type);

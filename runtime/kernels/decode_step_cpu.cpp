@@ -1,5 +1,5 @@
 // See decode_step_cpu.h. Matrix products and attention heads are shared among the threads; the rest (norms, rotations,
-// sums of `hidden` values) takes a microsecond or two and is done by the calling thread.
+// sums of `hidden` values) is too little to share and is done by the calling thread.
 
 #include "decode_step_cpu.h"
 
@@ -10,8 +10,7 @@
 namespace pi {
 
 DecodeStep::DecodeStep(Model model, int threads)
-    : model_(std::move(model)), kernels_(choose_row_kernels()), pool_(threads) {
-    if (!kernels_) throw std::invalid_argument("PI_CPU_ISA names no instruction set of this machine");
+    : model_(std::move(model)), kernels_(require_row_kernels()), pool_(threads) {
     const Shape& shape = model_.shape;
     const int64_t hidden = padded(shape.hidden, GROUP);
     for (std::vector<float>* buffer : {&residual_, &normed_, &ffn_normed_, &mapped_, &ffn_output_, &ffn_sum_}) buffer->resize(hidden);
@@ -60,8 +59,9 @@ void DecodeStep::read_embedding(int64_t token, int64_t position) {
 void DecodeStep::normalise(const Norm& norm, const float* x, float* y) const {
     const int64_t hidden = model_.shape.hidden;
     double sum = 0, squares = 0;
-    for (int64_t i = 0; i < hidden; ++i) sum += x[i];
-    const float mean = norm.bias ? float(sum / double(hidden)) : 0.0f;
+    if (norm.bias)  // the RMS norm subtracts no mean
+        for (int64_t i = 0; i < hidden; ++i) sum += x[i];
+    const float mean = float(sum / double(hidden));
     for (int64_t i = 0; i < hidden; ++i) squares += double(x[i] - mean) * double(x[i] - mean);
     const float inverse = 1.0f / std::sqrt(float(squares / double(hidden)) + norm.epsilon);
     for (int64_t i = 0; i < hidden; ++i) {

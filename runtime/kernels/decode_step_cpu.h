@@ -1,7 +1,7 @@
 // One decoding step of one sequence through a whole model whose weights are in this machine's memory.
 //
 // It is the twin of decoder.py for a single token: norms, attention over a cache, sparse FFN, output head, without a
-// return to Python in between, whose share would be a third of a token's time on a quantised 1B model.
+// return to Python in between.
 
 #pragma once
 #include <vector>

@@ -4,6 +4,7 @@
 
 #include <cstdlib>
 #include <cstring>
+#include <stdexcept>
 
 namespace pi {
 namespace {
@@ -32,6 +33,12 @@ const RowKernels* choose_row_kernels() {
     for (const Supported& candidate : fastest_first)
         if (candidate.here && (!wanted || !std::strcmp(wanted, candidate.kernels->name))) return candidate.kernels;
     return nullptr;
+}
+
+const RowKernels* require_row_kernels() {
+    const RowKernels* kernels = choose_row_kernels();
+    if (!kernels) throw std::invalid_argument("PI_CPU_ISA names no instruction set of this machine");
+    return kernels;
 }
 
 }  // namespace pi

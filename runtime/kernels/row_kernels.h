@@ -63,6 +63,9 @@ extern const RowKernels AVX512_VNNI_ROW_KERNELS;
 // "avx512", "avx512_vnni"). Returns null for a name that is unknown or not supported here.
 const RowKernels* choose_row_kernels();
 
+// The same, but throws std::invalid_argument in place of null.
+const RowKernels* require_row_kernels();
+
 constexpr int64_t padded(int64_t count, int64_t multiple) { return (count + multiple - 1) / multiple * multiple; }
 constexpr bool is_block_type(WeightType type) { return type == WeightType::Q8_0 || type == WeightType::Q4_0; }
 

@@ -27,7 +27,7 @@ inline float load_scalar(const uint8_t* row, int64_t i) {
     }
 }
 
-// In files compiled for F16C one instruction: by hand the scales took three quarters of a Q4_0 row's time.
+// In files compiled for F16C one instruction.
 inline float load_scale(const uint8_t* row, int64_t block) {
     uint16_t bits;
     std::memcpy(&bits, row + 2 * block, 2);

@@ -58,7 +58,7 @@ class ThreadPool {
     }
 
   private:
-    static constexpr int SPINS = 2000;  // some 20 to 60 microseconds
+    static constexpr int SPINS = 2000;  // tens of microseconds
 
     static void pause() {
 #if defined(__x86_64__)
