@@ -41,7 +41,7 @@ def masks(
     first = 0
     for tier in ffn.tiers:
         fires_on = tier.first.multiply(normed.to(tier.device))
-        fires = (fires_on if tier.up_bias is None else fires_on + tier.up_bias) > 0
+        fires = (fires_on if tier.up_bias is None else fires_on + tier.up_bias) > tier.activation_threshold
         named = fires | True
         if scores is not None and ffn.predictor:
             named = scores[:, first : first + len(tier)].to(tier.device) >= ffn.predictor.threshold

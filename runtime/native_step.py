@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from pi_toolkit.profiler.model_families import ModelShape
 
-from .kernels.native import ACTIVATIONS, MODES, address, extension, matrix
+from .kernels.native import MODES, address, extension, matrix
 from .kernels.packed_matrix import KINDS
 from .kernels.sparse_ffn_reference import Mode
 from .kv_cache import KeyValueCache
@@ -100,14 +100,6 @@ def _layer(module: "ModuleType", layer: LayerWeights, keys: "torch.Tensor", valu
     if ffn.predictor:
         fc1, fc2 = matrix(module, ffn.predictor.fc1), matrix(module, ffn.predictor.fc2)
         predictor = module.Predictor(fc1, fc2, ffn.predictor.threshold)
-    tiers = [
-        module.Neurons(
-            *(matrix(module, part) for part in (tier.first, tier.up, tier.down)),
-            address(tier.up_bias),
-            ACTIVATIONS.index(tier.activation),
-        )
-        for tier in ffn.tiers
-    ]
     return module.Layer(
         attention_norm=_norm(module, layer.attention_norm),
         query_key_value=matrix(module, layer.query_key_value.weight),
@@ -115,7 +107,7 @@ def _layer(module: "ModuleType", layer: LayerWeights, keys: "torch.Tensor", valu
         output=matrix(module, layer.output.weight),
         output_bias=address(layer.output.bias),
         ffn_norm=_norm(module, layer.ffn_norm) if layer.ffn_norm else module.Norm(),
-        tiers=tiers,
+        tiers=[tier.native(module) for tier in ffn.tiers],
         down_bias=address(ffn.down_bias),
         predictor=predictor,
         keys=address(keys),

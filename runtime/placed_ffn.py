@@ -1,7 +1,8 @@
 """One layer's FFN with its neurons spread over tiers, each tier a device, and the predictor that names candidates."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from pi_toolkit.profiler.model_families import Activation
 
@@ -31,6 +32,7 @@ class NeuronTier:
     down: PackedMatrix
     up_bias: "torch.Tensor | None"
     activation: Activation
+    activation_threshold: float
 
     def __len__(self) -> int:
         return self.first.rows
@@ -38,6 +40,13 @@ class NeuronTier:
     @property
     def device(self) -> "torch.device":
         return self.first.device
+
+    def native(self, module: ModuleType) -> Any:
+        """What the native kernels see of these neurons."""
+        parts = [matrix(module, part) for part in (self.first, self.up, self.down)]
+        return module.Neurons(
+            *parts, address(self.up_bias), ACTIVATIONS.index(self.activation), self.activation_threshold
+        )
 
     def __call__(
         self, x: "torch.Tensor", mode: Mode, scores: "torch.Tensor | None", threshold: float
@@ -62,8 +71,7 @@ class NeuronTier:
         x, y = x.float().contiguous(), torch.empty(x.shape, dtype=torch.float32)
         module = extension()
         assert module is not None, "there are native products only with native kernels"
-        parts = [matrix(module, part) for part in (self.first, self.up, self.down)]
-        neurons = module.Neurons(*parts, address(self.up_bias), ACTIVATIONS.index(self.activation))
+        neurons = self.native(module)
         for token in range(len(x)):
             mine = None if scores is None else scores[token].contiguous()
             where = address(x[token]), address(mine), threshold, address(y[token])
@@ -78,7 +86,7 @@ class NeuronTier:
         h = native.multiply(self.first, side_by_side)
         if self.up_bias is not None:
             h += self.up_bias[:, None]
-        h = activate(h, self.activation)
+        h = activate(h, self.activation, self.activation_threshold)
         if self.up is not None:
             h *= up_factor(native.multiply(self.up, side_by_side), self.activation)
         if scores is not None:
@@ -108,9 +116,9 @@ class NeuronTier:
         down = self.down.values(first, end).to(dtype)
         up_bias = None if self.up_bias is None else self.up_bias[first:end].to(dtype)
         if self.up is None:
-            return NeuronRows(up=firing, down=down, up_bias=up_bias, activation=self.activation)
+            return NeuronRows(firing, down, None, up_bias, self.activation, self.activation_threshold)
         up = self.up.values(first, end).to(dtype)
-        return NeuronRows(up=up, down=down, gate=firing, activation=self.activation)
+        return NeuronRows(up, down, firing, None, self.activation, self.activation_threshold)
 
 
 @dataclass(frozen=True, eq=False)

@@ -201,7 +201,7 @@ class _Loader:
         up_bias = _vector(checkpoint.layer(layer, "up.bias")[ids], device) if shape.ffn_bias else None
         if not shape.gated:
             up, down = self.matrix(rows("up.weight"), device), self.matrix(rows("down.weight"), device)
-            return NeuronTier(up, None, down, up_bias, activation)
+            return NeuronTier(up, None, down, up_bias, activation, shape.activation_threshold)
         pairs = allocate(len(ids), 2 * length, device)
         return NeuronTier(
             first=pack(
@@ -211,6 +211,7 @@ class _Loader:
             down=fill(pairs[:, length:], self.kind, rows("down.weight")),
             up_bias=up_bias,
             activation=activation,
+            activation_threshold=shape.activation_threshold,
         )
 
 

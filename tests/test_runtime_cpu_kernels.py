@@ -93,6 +93,7 @@ class Ffn:
 
     def __init__(self, kind: Kind, neurons: int, hidden: int, gated: bool, activation: Activation = "relu") -> None:
         self.kind, self.gated, self.activation = kind, gated, activation
+        self.threshold = 0.4 if activation == "fatrelu" else 0.0
         self.first = pack(draw(neurons, hidden, seed=1) / hidden**0.5, kind, CPU)
         length = row_bytes(kind, hidden)
         pairs = allocate(neurons, 2 * length, CPU)
@@ -105,17 +106,17 @@ class Ffn:
         assert module is not None
         parts = [matrix(module, part) for part in (self.first, self.up, self.down)]
         y = torch.empty_like(x)
-        neurons = module.Neurons(*parts, address(self.up_bias), ACTIVATIONS.index(self.activation))
+        neurons = module.Neurons(*parts, address(self.up_bias), ACTIVATIONS.index(self.activation), self.threshold)
         made.sparse_ffn(neurons, MODES.index(mode), address(x), address(scores), threshold, address(y))  # type: ignore[attr-defined]
         return y
 
     def wanted(self, mode: Mode, x: torch.Tensor, scores: torch.Tensor, threshold: float) -> torch.Tensor:
         first, down = self.first.values().double(), self.down.values().double()
         if self.up is not None:
-            rows = NeuronRows(up=self.up.values().double(), down=down, gate=first, activation=self.activation)
+            rows = NeuronRows(self.up.values().double(), down, first, None, self.activation, self.threshold)
         else:
             assert self.up_bias is not None
-            rows = NeuronRows(up=first, down=down, up_bias=self.up_bias.double(), activation=self.activation)
+            rows = NeuronRows(first, down, None, self.up_bias.double(), self.activation, self.threshold)
         seen = as_kernels_see(x, self.kind)[None]
         if mode == "predicted":
             return reference.predicted(seen, rows, scores[None], threshold)[0]
@@ -127,7 +128,12 @@ class Ffn:
 @pytest.mark.parametrize(
     ("activation", "gated", "mode"),
     [
-        *[("relu", gated, mode) for gated in (True, False) for mode in get_args(Mode)],
+        *[
+            (activation, gated, mode)
+            for activation in ("relu", "fatrelu")
+            for gated in (True, False)
+            for mode in get_args(Mode)
+        ],
         *[("drelu", True, mode) for mode in get_args(Mode)],
         *[(activation, gated, "dense") for activation in ("silu", "gelu") for gated in (True, False)],
     ],
@@ -164,7 +170,7 @@ def test_any_number_of_candidates(monkeypatch: pytest.MonkeyPatch, kind: Kind, c
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("mode", get_args(Mode))
-@pytest.mark.parametrize("activation", ["relu", "drelu"])
+@pytest.mark.parametrize("activation", ["relu", "fatrelu", "drelu"])
 def test_the_same_bits_for_any_number_of_threads(
     monkeypatch: pytest.MonkeyPatch, kind: Kind, mode: Mode, activation: Activation
 ) -> None:
@@ -175,6 +181,30 @@ def test_the_same_bits_for_any_number_of_threads(
         pool = kernels(monkeypatch, ISAS[-1], threads)
         for _ in range(20):
             assert torch.equal(ffn.native(pool, mode, x, scores, 0.3), one)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("mode", get_args(Mode))
+def test_fatrelu_at_zero_is_relu_bit_for_bit(monkeypatch: pytest.MonkeyPatch, isa: str, kind: Kind, mode: Mode) -> None:
+    """A ReLU model converted to FATReLU's notation that answers something else."""
+    relu, fatrelu = (Ffn(kind, 203, 64, True, activation) for activation in ("relu", "fatrelu"))
+    fatrelu.threshold = 0.0
+    x, scores, made = draw(64, seed=5), draw(203, seed=6), kernels(monkeypatch, isa)
+    assert torch.equal(fatrelu.native(made, mode, x, scores, 0.3), relu.native(made, mode, x, scores, 0.3))
+
+
+@pytest.mark.parametrize("mode", get_args(Mode))
+def test_a_gate_at_the_threshold_stays_silent(monkeypatch: pytest.MonkeyPatch, mode: Mode) -> None:
+    """FATReLU's boundary: z has to exceed the threshold, so that with a threshold of zero it is ReLU."""
+    ffn, x = Ffn("float32", 2, 32, True, "fatrelu"), torch.ones(32)
+    ffn.threshold = 0.5
+    ffn.first.values().zero_()
+    ffn.first.values()[:, 0] = torch.tensor([0.5, torch.nextafter(torch.tensor(0.5), torch.tensor(1.0))])
+    assert ffn.up is not None
+    got = ffn.native(kernels(monkeypatch, ISAS[-1]), mode, x, torch.ones(2), 0.3)
+    z = ffn.first.values()[1, 0]
+    torch.testing.assert_close(got, z * ffn.up.values()[1].sum() * ffn.down.values()[1])
 
 
 @pytest.mark.parametrize("mode", ["exact", "predicted"])

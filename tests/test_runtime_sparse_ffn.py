@@ -1,6 +1,8 @@
 """The reference kernel against a loop over tokens and neurons that cannot be misread."""
 
 import math
+from collections.abc import Callable
+from dataclasses import replace
 from typing import get_args
 
 import pytest
@@ -11,9 +13,11 @@ from pi_toolkit.runtime.kernels import sparse_ffn_reference as kernel
 from pi_toolkit.runtime.kernels.sparse_ffn_reference import NeuronRows
 
 THRESHOLD = 1.0
+FATRELU_THRESHOLD = 0.4
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 5e-2}
 ACT = {
     "relu": lambda z: max(0.0, z),
+    "fatrelu": lambda z: z if z > FATRELU_THRESHOLD else 0.0,
     "drelu": lambda z: max(0.0, z),
     "silu": lambda z: z / (1.0 + math.exp(-z)),
     "gelu": lambda z: z * 0.5 * (1.0 + math.erf(z / math.sqrt(2.0))),
@@ -39,6 +43,7 @@ def random_rows(
         gate=draw(neurons, hidden) if gated else None,
         up_bias=draw(neurons) * 3 if bias else None,
         activation=activation,
+        activation_threshold=FATRELU_THRESHOLD if activation == "fatrelu" else 0.0,
     )
 
 
@@ -80,11 +85,12 @@ def test_every_activation_is_tested() -> None:
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 @pytest.mark.parametrize(("gated", "bias"), KINDS)
 @pytest.mark.parametrize(("tokens", "neurons", "hidden"), [(1, 1, 1), (1, 97, 33), (3, 64, 32), (5, 130, 7)])
+@pytest.mark.parametrize("activation", ["relu", "fatrelu"])
 def test_every_mode_equals_the_loop(
-    tokens: int, neurons: int, hidden: int, gated: bool, bias: bool, dtype: torch.dtype
+    tokens: int, neurons: int, hidden: int, gated: bool, bias: bool, dtype: torch.dtype, activation: Activation
 ) -> None:
     """Wrong text from a mode, a bias, a shape off the block size or a dtype."""
-    rows = random_rows(neurons, hidden, gated, bias, dtype)
+    rows = random_rows(neurons, hidden, gated, bias, dtype, activation)
     x = torch.randn(tokens, hidden, generator=torch.Generator().manual_seed(1)).to(dtype)
     everything = torch.ones(tokens, neurons, dtype=torch.bool)
     assert_close(kernel.dense(x, rows), loop_ffn(x, rows, everything), dtype)
@@ -161,3 +167,13 @@ def test_a_skipped_neuron_that_overflows_adds_nothing() -> None:
     rows = NeuronRows(up=torch.full((3, 2), huge), down=torch.ones(3, 2), gate=torch.full((3, 2), huge))
     got = kernel.predicted(torch.ones(1, 2), rows, torch.zeros(1, 3), THRESHOLD)
     assert got.tolist() == [[0.0, 0.0]]
+
+
+@pytest.mark.parametrize("mode", [kernel.dense, kernel.exact])
+def test_fatrelu_at_zero_is_relu_bit_for_bit(mode: Callable[[torch.Tensor, NeuronRows], torch.Tensor]) -> None:
+    """A ReLU model converted to FATReLU's notation that answers something else."""
+    rows, x = (
+        random_rows(97, 33, gated=True, bias=False),
+        torch.randn(3, 33, generator=torch.Generator().manual_seed(1)),
+    )
+    assert torch.equal(mode(x, replace(rows, activation="fatrelu")), mode(x, rows))

@@ -14,13 +14,15 @@ MAX_LAYERS = 10_000
 TensorShapes = dict[str, tuple[int, ...]]
 
 # What a neuron computes, with z what decides on firing: gate·x, or up·x + bias of ungated neurons.
-#   relu   h = relu(z) · up·x        fires where z > 0
-#   drelu  h = relu(z) · relu(up·x)  fires where both are above 0; gated neurons only
-#   silu   h = z · sigmoid(z) · up·x, never silent
-#   gelu   h = z · Φ(z) · up·x, never silent
+#   relu     h = relu(z) · up·x        fires where z > 0
+#   fatrelu  h = z · [z > τ] · up·x    fires where z > τ = ``activation_threshold`` (FATReLU, of the ProSparse models)
+#   drelu    h = relu(z) · relu(up·x)  fires where both are above 0; gated neurons only
+#   silu     h = z · sigmoid(z) · up·x, never silent
+#   gelu     h = z · Φ(z) · up·x, never silent
 # Ungated neurons have no factor up·x.
-Activation = Literal["relu", "drelu", "silu", "gelu"]
-FALL_SILENT: "tuple[Activation, ...]" = ("relu", "drelu")  # where a neuron that does not fire contributes exactly zero
+Activation = Literal["relu", "fatrelu", "drelu", "silu", "gelu"]
+# Where a neuron that does not fire contributes exactly zero.
+FALL_SILENT: "tuple[Activation, ...]" = ("relu", "fatrelu", "drelu")
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,7 @@ class ModelShape:
     ``ffn_sizes`` holds the number of FFN neurons of each layer. ``gated`` neurons compute act(gate·x) · (up·x), ungated
     ones act(up·x + bias). ``parallel_block`` feeds attention and FFN from the same layer input (Falcon).
     ``rotary`` is None for learned positions, which then start at row ``position_offset`` of their table.
+    ``activation_threshold`` is what z has to exceed for a neuron to fire, other than 0 for fatrelu alone.
     """
 
     family: str
@@ -60,6 +63,7 @@ class ModelShape:
     sliding_window: int | None = None
     parallel_block: bool = False
     separate_ffn_norm: bool = True
+    activation_threshold: float = 0.0
 
     @property
     def num_layers(self) -> int:
@@ -126,9 +130,9 @@ class ModelShape:
         """Raise ``UnsupportedModelError`` unless neurons that do not fire contribute exactly zero."""
         if not self.falls_silent:
             raise UnsupportedModelError(
-                f"the model's activation is {self.activation!r}, and only neurons of 'relu' and 'drelu' are known to "
-                "contribute exactly zero when they are silent: use a ReLU version of the model (OPT, ReluLLaMA, a Falcon "
-                "with ReLU …)"
+                f"the model's activation is {self.activation!r}, and only neurons of {', '.join(FALL_SILENT)} are known to "
+                "contribute exactly zero when they are silent: use a ReLU version of the model (OPT, ReluLLaMA, ProSparse, "
+                "a Falcon with ReLU …)"
             )
 
     def known_activation(self) -> Activation:
@@ -142,18 +146,27 @@ class ModelShape:
         return cast(Activation, self.activation)
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self) | {"ffn_sizes": list(self.ffn_sizes)}
+        """All fields; the threshold only where it is not zero, because fingerprints are made over this."""
+        content = asdict(self) | {"ffn_sizes": list(self.ffn_sizes)}
+        if not self.activation_threshold:
+            del content["activation_threshold"]
+        return content
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> "ModelShape":
         """Inverse of :meth:`to_json`; raises ``UnsupportedModelError`` on missing, unknown and malformed entries."""
         known = {field.name for field in fields(cls)}
+        if isinstance(content, dict):
+            content = {"activation_threshold": 0.0, **content}
         if not isinstance(content, dict) or set(content) != known:
             differing = sorted(set(content) ^ known) if isinstance(content, dict) else sorted(known)
             raise UnsupportedModelError(
                 f"the shape record has missing or unknown keys ({', '.join(differing)}): run pi-profile again"
             )
-        if malformed := [key for key, value in content.items() if not _well_formed(key, value)]:
+        malformed = [key for key, value in content.items() if not _well_formed(key, value)]
+        if content["activation_threshold"] and content["activation"] != "fatrelu":
+            malformed.append("activation_threshold")
+        if malformed:
             raise UnsupportedModelError(
                 f"the shape record has a malformed {', '.join(malformed)}: run pi-profile again"
             )
@@ -181,6 +194,8 @@ def _well_formed(key: str, value: Any) -> bool:
         return isinstance(value, bool)
     if key == "norm_epsilon":
         return _is_positive(value)
+    if key == "activation_threshold":
+        return _is_positive(value) or (value == 0 and not isinstance(value, bool))
     absent = {"position_offset": 0, "sliding_window": None}
     return _is_size(value) or (key in absent and value == absent[key] and not isinstance(value, bool))
 

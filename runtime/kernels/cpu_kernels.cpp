@@ -79,8 +79,8 @@ NB_MODULE(cpu_kernels, m) {
     });
     nb::class_<pi::Neurons>(m, "Neurons")
         .def("__init__", [](pi::Neurons* self, const Matrix& first, const Matrix& up, const Matrix& down, uintptr_t up_bias,
-                            int activation) {
-            new (self) pi::Neurons{first, up, down, pointer<const float>(up_bias), pi::Activation(activation)};
+                            int activation, float activation_threshold) {
+            new (self) pi::Neurons{first, up, down, pointer<const float>(up_bias), pi::Activation(activation), activation_threshold};
         });
     nb::class_<pi::Predictor>(m, "Predictor")
         .def(nb::init<>())

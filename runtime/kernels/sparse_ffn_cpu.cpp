@@ -32,11 +32,11 @@ inline float fires_on(const RowKernels& kernels, const Neurons& neurons, const I
     return neurons.up_bias ? z + neurons.up_bias[j] : z;
 }
 
-inline float activate(Activation activation, float z) {
-    switch (activation) {
+inline float activate(const Neurons& neurons, float z) {
+    switch (neurons.activation) {
         case Activation::silu: return z / (1.0f + std::exp(-z));
         case Activation::gelu: return 0.5f * z * (1.0f + std::erf(z * 0.70710678f));
-        default: return std::max(0.0f, z);
+        default: return z > neurons.activation_threshold ? z : 0.0f;
     }
 }
 
@@ -44,7 +44,7 @@ void dense_chunk(const RowKernels& kernels, const Neurons& neurons, const Input&
     const Axpy axpy = kernels.axpy[int(neurons.down.type)];
     for (int64_t j = chunk.begin; j < chunk.end; ++j)
         chunk.activations[j - chunk.begin] =
-            activate(neurons.activation, fires_on(kernels, neurons, x, j, neurons.first.row(std::min(j + 1, chunk.end - 1))));
+            activate(neurons, fires_on(kernels, neurons, x, j, neurons.first.row(std::min(j + 1, chunk.end - 1))));
     for (int64_t j = chunk.begin; j < chunk.end; ++j) {
         const int64_t following = std::min(j + 1, chunk.end - 1);
         float h = chunk.activations[j - chunk.begin];
@@ -108,7 +108,7 @@ int64_t find_firing(const RowKernels& kernels, const Neurons& neurons, const Inp
     for (int64_t k = 0; k < count; ++k) {
         const int32_t neuron = id(k), following = id(std::min(k + ahead, count - 1));
         const float z = fires_on(kernels, neurons, x, chunk.begin + neuron, neurons.first.row(chunk.begin + following));
-        if (!(z > 0)) continue;
+        if (!(z > neurons.activation_threshold)) continue;
         chunk.activations[firing] = z;
         chunk.active[firing++] = neuron;  // firing <= k: what is still to be read lies behind
     }

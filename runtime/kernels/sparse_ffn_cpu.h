@@ -21,11 +21,12 @@ struct Matrix {
     const uint8_t* row(int64_t r) const { return data + r * stride_bytes; }
 };
 
-// In the order of profiler/model_families/shape.py. drelu: relu on both factors of gated neurons. gelu: the exact one.
-enum class Activation : int { relu, drelu, silu, gelu };
+// In the order of profiler/model_families/shape.py. fatrelu: relu with a threshold in place of zero. drelu: relu on both factors
+// of gated neurons. gelu: the exact one.
+enum class Activation : int { relu, fatrelu, drelu, silu, gelu };
 
 // Whether a neuron that does not fire adds exactly nothing, which modes exact and predicted take for granted.
-inline bool falls_silent(Activation activation) { return activation == Activation::relu || activation == Activation::drelu; }
+inline bool falls_silent(Activation activation) { return activation != Activation::silu && activation != Activation::gelu; }
 
 struct Neurons {
     Matrix first;                    // gate rows, or up rows of ungated neurons
@@ -33,6 +34,7 @@ struct Neurons {
     Matrix down;                     // [neurons, hidden]
     const float* up_bias = nullptr;  // [neurons], or null
     Activation activation = Activation::relu;
+    float activation_threshold = 0;  // what has to be exceeded to fire; other than zero for fatrelu alone
     int64_t count() const { return first.rows; }
     int64_t hidden() const { return first.columns; }
 };

@@ -22,13 +22,15 @@ GATHER_UP_TO = 0.35
 @dataclass(frozen=True)
 class NeuronRows:
     """Weights of k neurons, one row each, on one device: ``up`` and ``down`` [k, hidden], ``gate`` [k, hidden] or None
-    for ungated neurons, ``up_bias`` [k] or None; ``activation`` is what they compute."""
+    for ungated neurons, ``up_bias`` [k] or None; ``activation`` is what they compute, ``activation_threshold`` what z has to
+    exceed for it (see :class:`~pi_toolkit.profiler.model_families.ModelShape`)."""
 
     up: "torch.Tensor"
     down: "torch.Tensor"
     gate: "torch.Tensor | None" = None
     up_bias: "torch.Tensor | None" = None
     activation: Activation = "relu"
+    activation_threshold: float = 0.0
 
     def __len__(self) -> int:
         return len(self.up)
@@ -46,6 +48,7 @@ class NeuronRows:
             None if self.gate is None else self.gate.index_select(0, index),
             None if self.up_bias is None else self.up_bias.index_select(0, index),
             self.activation,
+            self.activation_threshold,
         )
 
 
@@ -61,11 +64,11 @@ def exact(x: "torch.Tensor", rows: NeuronRows) -> "torch.Tensor":
     """:func:`dense` up to rounding, reading only the gates (or ups) of neurons that stay silent; for activations in
     ``FALL_SILENT`` alone."""
     z, factors, down = _pre_activation(x, rows), rows.factors, rows.down
-    index = _union(z > 0)
+    index = _union(z > rows.activation_threshold)
     if index is not None:
         z, down = z.index_select(1, index), down.index_select(0, index)
         factors = None if factors is None else factors.index_select(0, index)
-    return _combine(x, z, factors, rows.activation) @ down
+    return _combine(x, z, factors, rows) @ down
 
 
 def predicted(x: "torch.Tensor", rows: NeuronRows, scores: "torch.Tensor", threshold: float) -> "torch.Tensor":
@@ -88,7 +91,7 @@ def _union(active: "torch.Tensor") -> "torch.Tensor | None":
 
 
 def _activation(x: "torch.Tensor", rows: NeuronRows) -> "torch.Tensor":
-    return _combine(x, _pre_activation(x, rows), rows.factors, rows.activation)
+    return _combine(x, _pre_activation(x, rows), rows.factors, rows)
 
 
 def _pre_activation(x: "torch.Tensor", rows: NeuronRows) -> "torch.Tensor":
@@ -99,21 +102,21 @@ def _pre_activation(x: "torch.Tensor", rows: NeuronRows) -> "torch.Tensor":
     return product if rows.up_bias is None else product + rows.up_bias
 
 
-def _combine(
-    x: "torch.Tensor", z: "torch.Tensor", factors: "torch.Tensor | None", activation: Activation
-) -> "torch.Tensor":
-    """h of the neurons that *z* and *factors* are about."""
-    h = activate(z, activation)
-    return h if factors is None else h * up_factor(x @ factors.T, activation)
+def _combine(x: "torch.Tensor", z: "torch.Tensor", factors: "torch.Tensor | None", rows: NeuronRows) -> "torch.Tensor":
+    """h of those of the neurons *rows* that *z* and *factors* are about."""
+    h = activate(z, rows.activation, rows.activation_threshold)
+    return h if factors is None else h * up_factor(x @ factors.T, rows.activation)
 
 
-def activate(z: "torch.Tensor", activation: Activation) -> "torch.Tensor":
-    """The activation function of what decides on firing; overwrites *z* where it can."""
+def activate(z: "torch.Tensor", activation: Activation, threshold: float) -> "torch.Tensor":
+    """The activation function of what decides on firing, of FATReLU with its *threshold*; overwrites *z* where it can."""
     import torch
 
     if activation == "silu":
         return torch.nn.functional.silu(z, inplace=True)
-    return torch.nn.functional.gelu(z) if activation == "gelu" else z.relu_()
+    if activation == "gelu":
+        return torch.nn.functional.gelu(z)
+    return torch.nn.functional.threshold(z, threshold, 0.0, inplace=True)
 
 
 def up_factor(up: "torch.Tensor", activation: Activation) -> "torch.Tensor":

@@ -95,7 +95,9 @@ void check_rows(const RowKernels& kernels, WeightType type, int64_t columns) {
 void check_ffn(const RowKernels& kernels, WeightType type, int64_t count, int64_t hidden, bool gated, Activation activation) {
     const Weights first(type, count, hidden), up(type, count, hidden), down(type, count, hidden);
     const std::vector<float> x = draw(hidden), bias = draw(count), scores = draw(count);
-    const Neurons neurons = {first.matrix, gated ? up.matrix : Matrix{}, down.matrix, gated ? nullptr : bias.data(), activation};
+    const float activation_threshold = activation == Activation::fatrelu ? 0.25f : 0.0f;
+    const Neurons neurons = {first.matrix, gated ? up.matrix : Matrix{}, down.matrix, gated ? nullptr : bias.data(), activation,
+                             activation_threshold};
     Candidates candidates;
     candidates.scores = scores.data();
     candidates.threshold = 0.2f;
@@ -201,7 +203,8 @@ int main() {
             check_tokens(*kernels, WeightType(type), 300, 32, 16);
             for (int64_t count : {1, 3, 77})
                 for (bool gated : {true, false})
-                    for (Activation activation : {Activation::relu, Activation::drelu, Activation::silu, Activation::gelu})
+                    for (Activation activation :
+                         {Activation::relu, Activation::fatrelu, Activation::drelu, Activation::silu, Activation::gelu})
                         if (gated || activation != Activation::drelu) check_ffn(*kernels, WeightType(type), count, 96, gated, activation);
         }
     for (int type = 0; type < WEIGHT_TYPES; ++type)
