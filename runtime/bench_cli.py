@@ -82,7 +82,12 @@ class BaselineType(click.ParamType):
 @click.option("--text", type=click.Path(path_type=Path, dir_okay=False), help="UTF-8 text to take the prompts from.")
 @click.option("--model", help="Where the weights are now, if not where pi-profile found them.")
 @click.option("--machine", is_flag=True, help="Measure this machine instead, and write its hardware file.")
-@click.option("-o", "--out", type=click.Path(path_type=Path), help="Hardware file of --machine.")
+@click.option(
+    "-o",
+    "--out",
+    type=click.Path(path_type=Path),
+    help="Hardware file of --machine.  [default: where --hardware auto finds it]",
+)
 @device_option
 @json_option
 @version_option
@@ -113,17 +118,19 @@ def main(
     Examples:
       pi-bench opt-6.7b-pi --threads 8
       pi-bench model.powerinfer.gguf --against llama.cpp:model.gguf -p 8,512 -n 64 --runs 5
-      pi-bench --machine -o this-machine.toml
+      pi-bench --machine
     """
     from .conditions import usable_cores
 
-    if machine != (out is not None) or machine != (workspace is None):
-        raise click.UsageError("give a workspace or model file, or --machine with -o FILE.toml")
+    if (out is not None and not machine) or machine != (workspace is None):
+        raise click.UsageError("give a workspace or model file, or --machine with or without -o FILE.toml")
     threads = threads or usable_cores()
-    if out is not None:
+    if machine:
+        from pi_toolkit.profiler.this_machine import measured_hardware_file
+
         from .bench_machine import measure_machine
 
-        measure_machine(out, threads, as_json)
+        measure_machine(out or measured_hardware_file(), threads, as_json)
         return
 
     from pi_toolkit.profiler.workspace import Workspace
@@ -169,3 +176,7 @@ def _bench(setup: "Setup", text: str, runs: int, as_json: bool) -> None:
     print_report(benchmark, plan, conditions)
     if as_json:
         emit_json(to_json(benchmark, plan, conditions))
+
+
+if __name__ == "__main__":  # pi-place starts it so
+    main()

@@ -1,7 +1,6 @@
 """``pi-bench --machine``: measures this machine and writes its hardware file, the numbers placements are computed from."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +9,15 @@ import click
 from pi_toolkit.profiler.atomic_write import check_writable
 from pi_toolkit.profiler.command_line import emit_json, percent, print_table, progress_bar
 from pi_toolkit.profiler.hardware import Gpu, Hardware, write_hardware
+from pi_toolkit.profiler.this_machine import cpu_name, memory_bytes
 
 from . import machine
-from .conditions import cpu_name, load_average, memory_bytes, usable_cores, warn_if_busy
+from .conditions import load_average, usable_cores, warn_if_busy
 from .machine import GpuSpeed, SparseLayers
 
 DENSITIES = (0.1, 1.0)
-ASSUMED_RESERVE_BYTES = 3 * 2**28
+SCRATCH_BYTES = 2 * 512 * 32768 * 4  # of a prompt: 512 tokens × 32768 neurons, twice, in float32
+MARGIN_BYTES = 2**27
 
 
 def measure_machine(out: Path, threads: int, as_json: bool) -> None:
@@ -39,20 +40,20 @@ def measure_machine(out: Path, threads: int, as_json: bool) -> None:
         del kernel
     for row in rows:
         row["read"] = max(row["kernel"] or 0.0, row["sum"])
-    gpu = machine.measure_gpu()
+    gpus = machine.measure_gpus()
     print_table(_table(rows))
-    if gpu:
+    for gpu in gpus:
         click.echo(
             f"{gpu.name}: memory {_gigabytes(gpu.bytes_per_second)} GB/s, PCIe {_gigabytes(gpu.pcie_bytes_per_second)} GB/s, "
             f"one synchronisation {1e6 * gpu.sync_seconds:.1f} µs"
         )
     best = max(rows, key=lambda row: row["read"])
-    hardware = _hardware(out, best["read"], gpu)
+    hardware = _hardware(out, best["read"], gpus)
     write_hardware(out, hardware, _sources(best, layers))
     click.echo(f"{cpu_name()}, {threads} threads, {layers.layers} layers of {layers.hidden} × {layers.neurons} in BF16")
     click.echo(f"hardware file {out}")
     if as_json:
-        emit_json(_json(out, rows, gpu, layers))
+        emit_json(_json(out, rows, gpus, layers))
 
 
 def _table(rows: list[dict[str, Any]]) -> dict[str, Sequence[object]]:
@@ -75,21 +76,12 @@ def _gigabytes(speed: float | None) -> str:
     return "–" if speed is None else f"{speed / 1e9:.1f}"
 
 
-def _hardware(out: Path, bytes_per_second: float, gpu: GpuSpeed | None) -> Hardware:
-    hardware = Hardware(out.stem, cpu_name(), memory_bytes(), bytes_per_second, None)
-    if gpu is None:
-        return hardware
-    return replace(
-        hardware,
-        gpu=Gpu(
-            name=gpu.name,
-            memory_bytes=gpu.memory_bytes,
-            bytes_per_second=gpu.bytes_per_second,
-            pcie_bytes_per_second=gpu.pcie_bytes_per_second,
-            sync_seconds=gpu.sync_seconds,
-            reserve_bytes=ASSUMED_RESERVE_BYTES,
-        ),
-    )
+def _hardware(out: Path, bytes_per_second: float, gpus: Sequence[GpuSpeed]) -> Hardware:
+    return Hardware(out.stem, cpu_name(), memory_bytes(), bytes_per_second, tuple(_gpu(speed) for speed in gpus))
+
+
+def _gpu(speed: GpuSpeed) -> Gpu:
+    return Gpu(**vars(speed), scratch_bytes=SCRATCH_BYTES, margin_bytes=MARGIN_BYTES)
 
 
 def _sources(best: dict[str, Any], layers: SparseLayers) -> dict[str, str]:
@@ -106,11 +98,13 @@ def _sources(best: dict[str, Any], layers: SparseLayers) -> dict[str, str]:
         "gpu.bandwidth_gb_per_second": "measured, a sum over its memory",
         "gpu.pcie_gb_per_second": "measured, copies from pinned memory",
         "gpu.sync_seconds": "measured, a tiny kernel and the wait for it",
-        "gpu.reserve_gib": "assumed: CUDA context about 0.5 GiB, margin 0.25 GiB",
+        "gpu.context_gib": "in use before anything was allocated: the context, and what other programs hold",
+        "gpu.scratch_gib": "buffers of a prompt: 512 tokens × 32768 neurons × 4 bytes, twice",
+        "gpu.margin_gib": "assumed",
     }
 
 
-def _json(out: Path, rows: list[dict[str, Any]], gpu: GpuSpeed | None, layers: SparseLayers) -> dict[str, Any]:
+def _json(out: Path, rows: list[dict[str, Any]], gpus: Sequence[GpuSpeed], layers: SparseLayers) -> dict[str, Any]:
     return {
         "hardware": str(out),
         "cpu": cpu_name(),
@@ -134,5 +128,5 @@ def _json(out: Path, rows: list[dict[str, Any]], gpu: GpuSpeed | None, layers: S
             }
             for row in rows
         ],
-        "gpu": vars(gpu) if gpu else None,
+        "gpus": [vars(gpu) for gpu in gpus],
     }

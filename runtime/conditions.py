@@ -9,30 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from pi_toolkit.profiler.command_line import note
+from pi_toolkit.profiler.this_machine import cpu_name, memory_bytes
 
 BUSY_LOAD = 0.5  # processes that want a core at once, on average over a minute; an idle machine has about 0.1
-
-
-def cpu_name() -> str:
-    """As /proc/cpuinfo says it, else what Python knows."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
 
 
 def usable_cores() -> int:
     """Cores this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def memory_bytes() -> int:
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):
-        return 16 * 2**30  # no POSIX: a common machine
 
 
 def load_average() -> float | None:

@@ -141,17 +141,24 @@ class GpuSpeed:
     bytes_per_second: float
     pcie_bytes_per_second: float
     sync_seconds: float
+    context_bytes: int
 
 
-def measure_gpu() -> GpuSpeed | None:
-    """The first GPU: a sum over its memory, copies from pinned memory, and one tiny kernel with the wait for it."""
+def measure_gpus() -> list[GpuSpeed]:
+    """Every GPU that torch sees, one after the other."""
     import torch
 
-    if not torch.cuda.is_available():
-        return None
-    device = torch.device("cuda:0")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return [_measure_gpu(torch.device(f"cuda:{number}")) for number in range(count)]
+
+
+def _measure_gpu(device: "torch.device") -> GpuSpeed:
+    """A sum over its memory, copies from pinned memory, and one tiny kernel with the wait for it."""
+    import torch
+
     properties = torch.cuda.get_device_properties(device)
-    free_bytes, _ = torch.cuda.mem_get_info(device)
+    one = torch.ones(1, device=device)
+    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     values = torch.ones(min(READ_BYTES, free_bytes // 4) // 4, device=device)
     pinned = torch.ones(min(READ_BYTES // 4, values.numel() * 4) // 4, pin_memory=True)
     target = values[: len(pinned)]
@@ -163,7 +170,6 @@ def measure_gpu() -> GpuSpeed | None:
 
         return run
 
-    one = torch.ones(1, device=device)
     return GpuSpeed(
         name=properties.name,
         memory_bytes=properties.total_memory,
@@ -172,4 +178,5 @@ def measure_gpu() -> GpuSpeed | None:
             pinned.nbytes, waiting(lambda: target.copy_(pinned, non_blocking=True))
         ),
         sync_seconds=1 / best_bytes_per_second(1, waiting(lambda: one.add_(1))),
+        context_bytes=total_bytes - free_bytes,
     )

@@ -19,8 +19,9 @@ from pi_toolkit.profiler.command_line import (
     readable_bytes,
     version_option,
 )
-from pi_toolkit.profiler.hardware import GIB, Hardware, nearest_preset, preset_names, read_hardware
+from pi_toolkit.profiler.hardware import GIB, Hardware, preset_names
 
+from .machine_choice import resolve_hardware
 from .memory import DEFAULT_CONTEXT, DTYPES
 
 if TYPE_CHECKING:
@@ -39,7 +40,10 @@ _MAX_GIB = 2.0**20  # a pebibyte; keeps every byte count far inside 64 bits
     help="GiB of the GPU's memory.  [default: that of --hardware]",
 )
 @click.option(
-    "--hardware", default="auto", show_default=True, help="Preset or TOML file; auto: preset nearest to --vram."
+    "--hardware",
+    default="auto",
+    show_default=True,
+    help="Preset or TOML file; auto: this machine, as pi-bench measured it.",
 )
 @click.option(
     "-o", "--out", type=click.Path(path_type=Path), help="File to write.  [default: WORKSPACE/<model>.gpuidx]"
@@ -135,21 +139,6 @@ def main(
     click.echo(f"placement {path}")
     if as_json:
         emit_json(json_result(placement, request, machine, share) | {"gpuidx": str(path)})
-
-
-def resolve_hardware(name: str, vram: float | None) -> Hardware:
-    """The machine by preset name, file, or (auto) nearest GPU memory; announces a choice made for the user."""
-    if name != "auto":
-        machine = read_hardware(name)
-        if machine.gpu is None and vram is not None:
-            note(f"{machine.name} has no GPU: --vram is not used")
-        return machine
-    if vram is None:
-        raise click.UsageError(f"give --vram, or --hardware with a file or one of {', '.join(preset_names())}")
-    machine = nearest_preset(vram * GIB)
-    assert machine.gpu is not None
-    note(f"speeds are those of {machine.name} ({machine.gpu.memory_bytes / GIB:g} GiB): give yours with --hardware")
-    return machine
 
 
 def stored_dtype(workspace: "Workspace", record: "ModelRecord", model: str | None) -> str:

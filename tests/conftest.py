@@ -3,12 +3,20 @@
 import json
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+@pytest.fixture(autouse=True)
+def no_measured_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was measured on this machine, or its GPU, decides no test."""
+    monkeypatch.setattr("click.get_app_dir", lambda name: str(tmp_path / "configuration" / name))
+    monkeypatch.setattr("pi_toolkit.solver.machine_choice.has_gpu", lambda: False)
 
 
 @pytest.fixture

@@ -61,7 +61,7 @@ def tiny_shape(ffn_sizes: tuple[int, ...], **changes: object) -> ModelShape:
 def machine(cpu_gib: float = 512, **gpu: float) -> Hardware:
     """The paper's PC-High with any CPU memory; *gpu* overrides fields of :class:`Gpu`."""
     description = Gpu("GPU", 24 * GIB, 1008e9, 64e9, 2e-5, 0)
-    return Hardware("test", "CPU", int(cpu_gib * GIB), 67.2e9, replace(description, **gpu))
+    return Hardware("test", "CPU", int(cpu_gib * GIB), 67.2e9, (replace(description, **gpu),))
 
 
 def zipf_counts(ffn_sizes: tuple[int, ...], seed: int = 0) -> tuple[np.ndarray, ...]:

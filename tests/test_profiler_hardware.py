@@ -1,10 +1,12 @@
 """Hardware descriptions: the presets load with their units, and every malformed file has its own sentence."""
 
 from dataclasses import replace
+from importlib import resources
 from pathlib import Path
 
 import pytest
 
+from pi_toolkit.profiler import hardware as hardware_module
 from pi_toolkit.profiler.errors import HardwareError
 from pi_toolkit.profiler.hardware import (
     GIB,
@@ -31,9 +33,13 @@ memory_gib = 8
 bandwidth_gb_per_second = 400
 pcie_gb_per_second = 16
 sync_seconds = 2e-5
-reserve_gib = 0.5
+context_gib = 0.5
+scratch_gib = 0.25
+margin_gib = 0.125
 """
-CPU_ONLY = EXAMPLE.partition("[gpu]")[0]
+CPU_ONLY, _, ONE_GPU = EXAMPLE.partition("[gpu]")
+TWO_GPUS = CPU_ONLY + "[[gpu]]" + ONE_GPU + "[[gpu]]" + ONE_GPU.replace("a GPU", "another").replace("= 8", "= 24")
+OF_OLD = EXAMPLE.replace("context_gib = 0.5\nscratch_gib = 0.25\nmargin_gib = 0.125\n", "reserve_gib = 0.5\n")
 
 
 def refusal(text: str) -> str:
@@ -50,14 +56,23 @@ def test_preset_loads(name: str) -> None:
     hardware = read_hardware(name)
     assert hardware.name == name
     assert hardware.cpu_memory_bytes > 8 * GIB and hardware.cpu_bytes_per_second > 1e9
-    if hardware.gpu:
-        assert hardware.gpu.reserve_bytes < hardware.gpu.memory_bytes
-        assert hardware.gpu.bytes_per_second > hardware.cpu_bytes_per_second
+    for gpu in hardware.gpus:
+        assert gpu.reserve_bytes < gpu.memory_bytes
+        assert gpu.bytes_per_second > hardware.cpu_bytes_per_second
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_every_number_of_a_preset_has_its_source(name: str) -> None:
+    """A bandwidth that nobody can check."""
+    text = (resources.files(hardware_module.__package__) / "hardware_presets" / f"{name}.toml").read_text("utf-8")
+    tables = text[text.index("[cpu]") :].splitlines()
+    assert not [line for line in tables if " = " in line and "  # " not in line]
 
 
 def test_presets_are_the_papers_machines() -> None:
     """Prevents the two machines of the paper, or the machine without a GPU, from missing in the installed package."""
-    assert {"cpu-only", "rtx2080ti-i7-12700k", "rtx4090-i9-13900k"} <= set(preset_names())
+    papers = {"cpu-only", "rtx2080ti-i7-12700k", "rtx4090-i9-13900k", "a100-80gb-epyc-7742"}
+    assert papers | {"h200-xeon-8480c", "rtx3090-ryzen-5950x", "rtx5090-ryzen-9950x"} == set(preset_names())
     assert read_hardware("cpu-only").gpu is None
 
 
@@ -69,7 +84,8 @@ def test_units_are_converted(tmp_path: Path) -> None:
     assert (hardware.cpu_memory_bytes, hardware.cpu_bytes_per_second) == (32 * 2**30, 50.5e9)
     gpu = hardware.gpu
     assert gpu is not None
-    assert (gpu.memory_bytes, gpu.reserve_bytes) == (8 * 2**30, 2**29)
+    assert (gpu.memory_bytes, gpu.reserve_bytes) == (8 * 2**30, 7 * 2**27)
+    assert (gpu.context_bytes, gpu.scratch_bytes, gpu.margin_bytes) == (2**29, 2**28, 2**27)
     assert (gpu.bytes_per_second, gpu.pcie_bytes_per_second, gpu.sync_seconds) == (400e9, 16e9, 2e-5)
 
 
@@ -78,9 +94,28 @@ def test_machine_without_gpu() -> None:
     assert parse_hardware(CPU_ONLY, "mine.toml").gpu is None
 
 
+def test_several_gpus() -> None:
+    """A second GPU that is an error, or that has the memory of the first."""
+    gpus = parse_hardware(TWO_GPUS, "mine.toml").gpus
+    assert [(gpu.name, gpu.memory_bytes) for gpu in gpus] == [("a GPU", 8 * GIB), ("another", 24 * GIB)]
+
+
+def test_a_reserve_in_one_number() -> None:
+    """Files from before the reserve had parts."""
+    gpu = parse_hardware(OF_OLD, "mine.toml").gpu
+    assert gpu and (gpu.reserve_bytes, gpu.scratch_bytes, gpu.margin_bytes) == (2**29, 0, 0)
+
+
 @pytest.mark.parametrize(
     ("gib", "name"),
-    [(1, "rtx2080ti-i7-12700k"), (11, "rtx2080ti-i7-12700k"), (17, "rtx2080ti-i7-12700k"), (18, "rtx4090-i9-13900k")],
+    [
+        (1, "rtx2080ti-i7-12700k"),
+        (11, "rtx2080ti-i7-12700k"),
+        (17, "rtx2080ti-i7-12700k"),
+        (18, "rtx4090-i9-13900k"),
+        (24, "rtx4090-i9-13900k"),
+        (80, "a100-80gb-epyc-7742"),
+    ],
 )
 def test_nearest_preset(gib: int, name: str) -> None:
     """Prevents ``--vram 24`` alone from being priced with the bandwidths of a smaller machine, or of none."""
@@ -97,7 +132,9 @@ def test_nearest_preset(gib: int, name: str) -> None:
         ('name = "mine"', 'name = "mine"\ncolour = 1', "has unknown keys colour: remove them"),
         ('name = "a CPU"', "", "[cpu] lacks name"),
         ('name = "a GPU"', "name = true", "name is not text"),
-        ("reserve_gib = 0.5", "", "[gpu] lacks reserve_gib"),
+        ("context_gib = 0.5", "", "[gpu] lacks context_gib"),
+        ("context_gib = 0.5", "reserve_gib = 0.5", "[gpu] has unknown keys margin_gib, scratch_gib"),
+        ("[gpu]", "gpu = 3\n[gpus]", "has unknown keys gpus"),
         ("sync_seconds = 2e-5", "sync_second = 2e-5", "[gpu] lacks sync_seconds"),
         ("sync_seconds = 2e-5", "sync_seconds = 2e-5\ncores = 2", "[gpu] has unknown keys cores"),
         ("memory_gib = 32", "memory_gib = 0", "memory_gib = 0: give a finite number above 0"),
@@ -124,6 +161,13 @@ def test_malformed_file_has_its_sentence(old: str, new: str, sentence: str) -> N
     assert sentence in refusal(EXAMPLE.replace(old, new, 1))
 
 
+@pytest.mark.parametrize("value", ["3", "[3]", "[]", '"none"'])
+def test_gpus_that_are_no_tables(value: str) -> None:
+    """A machine that has silently lost its GPU."""
+    text = CPU_ONLY.replace("[cpu]", f"gpu = {value}\n[cpu]")
+    assert "gpu is not a table: write [gpu], or [[gpu]] once for each" in refusal(text)
+
+
 @pytest.mark.parametrize(
     ("preset", "lanes_bytes_per_second"), [("rtx2080ti-i7-12700k", 16 * 0.985e9), ("rtx4090-i9-13900k", 16 * 1.969e9)]
 )
@@ -133,19 +177,20 @@ def test_presets_state_pcie_in_one_direction(preset: str, lanes_bytes_per_second
     assert gpu and gpu.pcie_bytes_per_second == pytest.approx(lanes_bytes_per_second, rel=0.05)
 
 
-@pytest.mark.parametrize("key", ["sync_seconds", "reserve_gib"])
+@pytest.mark.parametrize("key", ["sync_seconds", "scratch_gib"])
 def test_zero_is_allowed_where_it_means_something(key: str) -> None:
     """Prevents refusing an idealised machine."""
     lines = [f"{key} = 0" if line.startswith(key) else line for line in EXAMPLE.splitlines()]
     gpu = parse_hardware("\n".join(lines), "mine.toml").gpu
-    assert gpu and 0 in (gpu.sync_seconds, gpu.reserve_bytes)
+    assert gpu and 0 in (gpu.sync_seconds, gpu.scratch_bytes)
 
 
 @pytest.mark.parametrize("name", ["no-such-machine", "", ".", "x" * 5000, "a\0b", "rtx4090-i9-13900k.toml"])
 def test_unknown_name_lists_the_presets(name: str) -> None:
     """Prevents a misspelt preset from looking like a missing file alone."""
     with pytest.raises(
-        HardwareError, match="neither a hardware file nor a preset: give a TOML file or one of cpu-only, "
+        HardwareError,
+        match="neither a hardware file nor a preset: give a TOML file or one of a100-80gb-epyc-7742, cpu-only, ",
     ):
         read_hardware(name)
 
@@ -157,7 +202,7 @@ def test_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
         read_hardware(str(tmp_path / "mine.toml"))
 
 
-@pytest.mark.parametrize("text", [EXAMPLE, CPU_ONLY])
+@pytest.mark.parametrize("text", [EXAMPLE, CPU_ONLY, TWO_GPUS, OF_OLD])
 def test_written_files_are_read_back(tmp_path: Path, text: str) -> None:
     """A measured machine that the reader refuses, or that has become another one."""
     hardware = parse_hardware(text, "mine.toml")

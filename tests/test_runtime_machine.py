@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from pi_toolkit.profiler.hardware import read_hardware
+from pi_toolkit.profiler.this_machine import measured_hardware_file
 from pi_toolkit.runtime import bench_machine, conditions, machine
 from pi_toolkit.runtime.bench_cli import main as pi_bench
 from pi_toolkit.runtime.conditions import OthersLoad
@@ -67,21 +68,31 @@ def test_the_hardware_file(tmp_path: Path, run_json: Callable[..., dict[str, Any
     hardware = read_hardware(str(out))
     best = max(row["read_bytes_per_second"] for row in result["bandwidth"])
     assert hardware.cpu_bytes_per_second == pytest.approx(best, rel=1e-4)
-    assert (hardware.name, hardware.gpu) == ("mine", None)
+    assert (hardware.name, hardware.gpus) == ("mine", ())
     assert hardware.cpu_memory_bytes == pytest.approx(conditions.memory_bytes(), rel=1e-4)
     assert "# measured, " in out.read_text("utf-8")
 
 
-def test_a_gpu_gets_its_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_json: Callable[..., Any]) -> None:
-    """Gigabytes and bytes mixed up."""
-    gpu = GpuSpeed("a GPU", 24 * 2**30, 1.0e12, 25e9, 8e-6)
-    monkeypatch.setattr(machine, "measure_gpu", lambda: gpu)
-    run_json(pi_bench, "--machine", "-o", tmp_path / "mine.toml", "--threads", 1)
-    read = read_hardware(str(tmp_path / "mine.toml")).gpu
-    assert read is not None
-    assert (read.name, read.memory_bytes, read.bytes_per_second) == ("a GPU", 24 * 2**30, 1.0e12)
-    assert (read.pcie_bytes_per_second, read.sync_seconds) == (25e9, 8e-6)
-    assert read.reserve_bytes == bench_machine.ASSUMED_RESERVE_BYTES
+def test_every_gpu_gets_its_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_json: Callable[..., Any]
+) -> None:
+    """Gigabytes and bytes mixed up, or the second GPU left out."""
+    gpus = [GpuSpeed("a GPU", 24 * 2**30, 1.0e12, 25e9, 8e-6, 2**29), GpuSpeed("b", 2**33, 5.0e11, 12e9, 9e-6, 2**28)]
+    monkeypatch.setattr(machine, "measure_gpus", lambda: gpus)
+    result = run_json(pi_bench, "--machine", "-o", tmp_path / "mine.toml", "--threads", 1)
+    assert [gpu["name"] for gpu in result["gpus"]] == ["a GPU", "b"]
+    first, second = read_hardware(str(tmp_path / "mine.toml")).gpus
+    assert (first.name, first.memory_bytes, first.bytes_per_second) == ("a GPU", 24 * 2**30, 1.0e12)
+    assert (first.pcie_bytes_per_second, first.sync_seconds, first.context_bytes) == (25e9, 8e-6, 2**29)
+    assert first.reserve_bytes == 2**29 + bench_machine.SCRATCH_BYTES + bench_machine.MARGIN_BYTES
+    assert (second.name, second.memory_bytes) == ("b", 2**33)
+
+
+def test_without_a_name_the_file_lies_where_pi_place_looks(run_json: Callable[..., dict[str, Any]]) -> None:
+    """A measurement that --hardware auto does not find."""
+    result = run_json(pi_bench, "--machine", "--threads", 1)
+    assert result["hardware"] == str(measured_hardware_file())
+    assert read_hardware(result["hardware"]).name == "this-machine"
 
 
 def test_an_output_that_cannot_be_written(tmp_path: Path, refuses: Callable[..., str]) -> None:

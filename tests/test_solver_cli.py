@@ -150,7 +150,6 @@ def test_bad_vram_is_a_usage_error(workspace, vram):
 @pytest.mark.parametrize(
     "arguments",
     [
-        [],
         ["--vram", 8, "--ctx", 65],
         ["--vram", 8, "--ctx", 0],
         ["--vram", 8, "--batch-size", 0],
