@@ -93,7 +93,7 @@ class TokenTime:
 
 def speeds_of(hardware: Hardware, hidden_size: int, batch_size: int = 1, sync_seconds: float | None = None) -> Speeds:
     """The speeds of *hardware*; *sync_seconds* replaces all of T_sync (see :mod:`.costs`)."""
-    gpus = (hardware.gpu,) if hardware.gpu else ()
+    gpus = hardware.gpus
     if sync_seconds is None:
         sync_seconds = max(
             (gpu.sync_seconds + transfer_seconds(gpu, hidden_size, batch_size) for gpu in gpus), default=0.0
