@@ -123,14 +123,18 @@ def temporary_directory(parent: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def atomic_file(path: Path) -> Iterator[Path]:
-    """Yield a temporary path; on success it is synced and renamed to *path*, on any exception it is removed."""
+def atomic_file(path: Path, is_output: bool = True) -> Iterator[Path]:
+    """Yield a temporary path; on success it is synced and renamed to *path*, on any exception it is removed.
+
+    A file that is no output (saved progress) is not named when the command is interrupted later.
+    """
     with _parents(path):
         temporary = _temporary_sibling(path)
         try:
             yield temporary
             _sync(temporary)
-            _will_publish(temporary, path)
+            if is_output:
+                _will_publish(temporary, path)
             temporary.replace(path)
         finally:
             temporary.unlink(missing_ok=True)

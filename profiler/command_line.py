@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .atomic_write import published
+from .progress_file import kept
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -38,6 +39,11 @@ class ToolkitCommand(click.Command):
         except KeyboardInterrupt:
             written = ", ".join(repr(str(path)) for path in published(context))
             changed = f"{written} was already written" if written else "no output was changed"
+            if progress := kept(context):
+                changed += f" and the work done so far is in {str(progress)!r}"
+                raise click.ClickException(
+                    f"interrupted before the end: {changed}, run the command again with --resume"
+                ) from None
             raise click.ClickException(f"interrupted before the end: {changed}, run the command again") from None
         except OSError as error:
             if error.errno == errno.EPIPE:
