@@ -180,7 +180,7 @@ def collect_samples(
                 store.put_input(split, layer, inputs)
 
             def put_firing(layer: int, pre_activation: torch.Tensor, split: Split = split) -> None:
-                store.put_firing(split, layer, pre_activation > 0)
+                store.put_firing(split, layer, pre_activation > store.shape.activation_threshold)
 
             with (
                 torch.inference_mode(),

@@ -30,7 +30,9 @@ if TYPE_CHECKING:
 @click.option("--batch-size", type=click.IntRange(min=1), default=8, show_default=True, help="Windows per pass.")
 @click.option("--window", type=click.IntRange(min=1), help="Tokens per window.  [default: 512, or the model's limit]")
 @click.option("--revision", help="Revision of a hub model.")
-@click.option("--activation", help="Activation of a .gguf file that states none, as one from llama.cpp.")
+@click.option(
+    "--activation", help="Activation of a .gguf file that states none, as one from llama.cpp: relu, fatrelu:0.01 …"
+)
 @device_option
 @dtype_option
 @click.option("-o", "--out", type=click.Path(path_type=Path), help="Workspace to write.  [default: ./<model name>-pi]")

@@ -28,7 +28,7 @@ def build_hf_model(model: GgufModel, dtype: "torch.dtype") -> Any:
 def hf_config(shape: ModelShape) -> Any:
     """The ``transformers`` config that reads back as *shape*.
 
-    Bamboo, which ``transformers`` does not have, becomes the LLaMA or Mistral that :func:`compute_drelu` turns into it.
+    dReLU and FATReLU, which ``transformers`` does not have, become the ReLU that :func:`compute_activation` puts right.
     Raises ``UnsupportedModelError`` for layers of different widths, which ``transformers`` cannot express.
     """
     import transformers
@@ -78,7 +78,7 @@ def hf_config(shape: ModelShape) -> Any:
         intermediate_size=shape.ffn_sizes[0],
         num_key_value_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
-        hidden_act="relu" if shape.activation == "drelu" else shape.activation,
+        hidden_act="relu" if computed_here(shape) else shape.activation,
         rms_norm_eps=shape.norm_epsilon,
     )
     if shape.sliding_window:
@@ -87,14 +87,24 @@ def hf_config(shape: ModelShape) -> Any:
     return transformers.LlamaConfig(**common, attention_bias=shape.attention_bias, architectures=["LlamaForCausalLM"])
 
 
-def compute_drelu(model: Any) -> None:
-    """Make a ReGLU LLaMA or Mistral apply its ReLU to both factors."""
+def computed_here(shape: ModelShape) -> bool:
+    """Whether the activation is one that ``transformers`` does not know, of models that are LLaMA or Mistral otherwise."""
+    return shape.activation in ("drelu", "fatrelu")
 
-    def forward(mlp: Any, x: "torch.Tensor") -> "torch.Tensor":
+
+def compute_activation(model: Any, shape: ModelShape) -> None:
+    """Turn the ReLU of a LLaMA or Mistral into the activation of *shape*: dReLU applies it to both factors, FATReLU has a
+    threshold in place of zero."""
+    import torch
+
+    def both_factors(mlp: Any, x: "torch.Tensor") -> "torch.Tensor":
         return mlp.down_proj(mlp.act_fn(mlp.gate_proj(x)) * mlp.act_fn(mlp.up_proj(x)))
 
     for layer in model.model.layers:
-        layer.mlp.forward = MethodType(forward, layer.mlp)
+        if shape.activation == "drelu":
+            layer.mlp.forward = MethodType(both_factors, layer.mlp)
+        else:
+            layer.mlp.act_fn = torch.nn.Threshold(shape.activation_threshold, 0.0)
 
 
 def state_dict(model: GgufModel, dtype: "torch.dtype") -> "dict[str, torch.Tensor]":

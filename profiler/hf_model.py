@@ -21,25 +21,25 @@ def load_hf_model(checkpoint: Checkpoint | GgufModel, device: "torch.device", dt
     """The model in evaluation mode; raises ``CheckpointError`` when ``transformers`` cannot load all its weights."""
     from transformers.utils import logging
 
-    from .hf_from_file import build_hf_model, compute_drelu
+    from .hf_from_file import build_hf_model, compute_activation, computed_here
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     model = build_hf_model(checkpoint, dtype) if isinstance(checkpoint, GgufModel) else _load(checkpoint, dtype)
-    if checkpoint.shape.activation == "drelu":
-        compute_drelu(model)
+    if computed_here(checkpoint.shape):
+        compute_activation(model, checkpoint.shape)
     return model.eval().to(device)
 
 
 def _load(checkpoint: Checkpoint, dtype: "torch.dtype") -> Any:
-    """The model of a directory; a dReLU model's before its activation is put right."""
+    """The model of a directory; one with an activation of ours before that is put right."""
     import transformers
 
-    from .hf_from_file import hf_config
+    from .hf_from_file import computed_here, hf_config
 
     kind: Any = transformers.AutoModelForCausalLM
     options: dict[str, Any] = {}
-    if checkpoint.shape.activation == "drelu":  # of an architecture that transformers does not have
+    if computed_here(checkpoint.shape):  # of an architecture that transformers does not have
         options["config"] = hf_config(checkpoint.shape)
         kind = getattr(transformers, options["config"].architectures[0])
     try:
@@ -77,7 +77,7 @@ def observe_ffn(
     """Call back with (layer, tensor) on every forward pass inside the block; tensors are flattened to [tokens, size].
 
     ``pre_activation`` gets gate·x (or up·x + b), of dReLU neurons the smaller of gate·x and up·x: [tokens, neurons], a
-    neuron fires where it is above zero.
+    neuron fires where it is above the shape's ``activation_threshold``.
     ``activation`` gets what multiplies the down matrix: [tokens, neurons].
     ``predictor_input`` gets the residual stream that predictors read: [tokens, hidden]; it comes first.
     """

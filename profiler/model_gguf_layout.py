@@ -13,9 +13,9 @@ which llama.cpp does not know, say "powerinfer_toolkit.opt" and ".bamboo", so th
     general.name  general.file_type  general.quantization_version  powerinfer.sparse_threshold (f32, PWRI)
 
 and keys of ours, ``powerinfer_toolkit.`` + ``version`` (u32, 1), ``fingerprint`` (string: of the model the file was made
-from, which quantised weights could not give), ``activation`` (string: nothing in a dense file says ReLU), ``end_token_ids``
-(array of u32). Without ``activation`` a PWRI file means ReLU, of Bamboo dReLU, and a dense one what llama.cpp runs: SiLU,
-for Falcon GELU.
+from, which quantised weights could not give), ``activation`` (string: nothing in a dense file says ReLU),
+``activation_threshold`` (f32, with activation fatrelu), ``end_token_ids`` (array of u32). Without ``activation`` a PWRI file
+means ReLU, of Bamboo dReLU, and a dense one what llama.cpp runs: SiLU, for Falcon GELU.
 
 Tensors, numpy order (rows first), ``blk.{i}.`` before those of layer i:
 
@@ -40,6 +40,7 @@ from .errors import GgufError
 from .gguf_container import GgufFile, KeyValue, Magic, ValueType
 from .model_families import ModelShape, Rotary, bamboo
 from .model_families.opt import POSITION_OFFSET
+from .model_families.shape import parse_activation
 
 OURS, VERSION = "powerinfer_toolkit.", 1
 _FAMILY_OF: dict[Magic, dict[str, str]] = {
@@ -152,7 +153,8 @@ def shape_keys(shape: ModelShape, magic: Magic) -> list[KeyValue]:
 
 
 def read_shape(file: GgufFile, magic: Magic, activation: str | None = None) -> ModelShape:
-    """The shape of the model in *file*; *activation* replaces the one that is assumed where the file states none.
+    """The shape of the model in *file*; *activation* (see :func:`.shape.parse_activation`) replaces the one that is assumed
+    where the file states none.
 
     Raises ``GgufError`` for an architecture or key whose maths is not known here and for sizes that contradict each other.
     """
@@ -178,9 +180,7 @@ def read_shape(file: GgufFile, magic: Magic, activation: str | None = None) -> M
     llama_shaped = family in _LLAMA_SHAPED
     epsilon = "layer_norm_rms_epsilon" if llama_shaped else "layer_norm_epsilon"
     assumed = (SPARSE_ACTIVATION if magic == "PWRI" else _DENSE_ACTIVATION)[family]
-    stated = file.key_values.get(f"{OURS}activation")
-    if stated is not None:
-        activation = file.value(f"{OURS}activation", ValueType.STRING)
+    what, threshold = _stated_activation(file) or parse_activation(activation or assumed)
     shape = ModelShape(
         family=family,
         vocabulary_size=embedding,
@@ -190,7 +190,7 @@ def read_shape(file: GgufFile, magic: Magic, activation: str | None = None) -> M
         num_kv_heads=keys.size("attention.head_count_kv", heads),
         head_dim=head_dim,
         max_positions=positions,
-        activation=activation or assumed,
+        activation=what,
         gated=llama_shaped,
         norm="rms" if llama_shaped else "layer",
         norm_epsilon=keys.number(f"attention.{epsilon}", 1e-5 if family == "opt" else None),
@@ -202,11 +202,38 @@ def read_shape(file: GgufFile, magic: Magic, activation: str | None = None) -> M
         sliding_window=keys.optional_size("attention.sliding_window"),
         parallel_block=family == "falcon",
         separate_ffn_norm=family != "falcon" or "blk.0.attn_norm_2.weight" in file.tensors,
+        activation_threshold=threshold,
     )
     keys.refuse_the_rest()
     if shape.num_heads % shape.num_kv_heads or shape.head_dim % 2 or positions < 1:
         raise GgufError(f"states {heads} heads of {head_dim} over {shape.num_kv_heads} key/value heads: {_REMEDY}")
     return shape
+
+
+def activation_keys(shape: ModelShape) -> list[KeyValue]:
+    """What neurons compute, in keys of ours."""
+    keys = [KeyValue(f"{OURS}activation", ValueType.STRING, shape.activation)]
+    if shape.activation == "fatrelu":
+        keys.append(KeyValue(f"{OURS}activation_threshold", ValueType.F32, shape.activation_threshold))
+    return keys
+
+
+def _stated_activation(file: GgufFile) -> tuple[str, float] | None:
+    """What the file's neurons compute, and FATReLU's threshold; None where it does not say."""
+    if f"{OURS}activation" not in file.key_values:
+        return None
+    activation = file.value(f"{OURS}activation", ValueType.STRING)
+    if activation != "fatrelu":
+        return activation, 0.0
+    threshold = file.value(f"{OURS}activation_threshold", ValueType.F32)
+    if not (math.isfinite(threshold) and threshold >= 0):
+        raise GgufError(f"states an activation threshold of {threshold}: {_REMEDY}")
+    return activation, _shortest_decimal(threshold)
+
+
+def _shortest_decimal(value: float) -> float:
+    """The float written with the fewest digits that stands for the same F32: 0.01 in place of 0.009999999776."""
+    return float(str(np.float32(value)))
 
 
 def _rows(file: GgufFile, name: str) -> int:
@@ -262,7 +289,7 @@ class _ArchitectureKeys:
         proper = item is None or item.type in (ValueType.F32, ValueType.F64)
         if value is None or not proper or not (math.isfinite(value) and value > 0):
             raise GgufError(f"states {name} = {_shown(value)} where a number above 0 belongs: {_REMEDY}")
-        return float(str(np.float32(value))) if item is not None and item.type == ValueType.F32 else float(value)
+        return _shortest_decimal(value) if item is not None and item.type == ValueType.F32 else float(value)
 
     def text(self, name: str, default: str) -> str:
         self._asked.add(name)

@@ -14,8 +14,8 @@ from .model_families import ModelShape
 if TYPE_CHECKING:
     import torch
 
-# Exact zeros of the activation vector and neurons at or below zero are the same set in a ReLU model; a gated product
-# adds an accidental zero now and then (underflow in half precision).
+# Exact zeros of the activation vector and neurons at or below the threshold are the same set in a ReLU model; a gated
+# product adds an accidental zero now and then (underflow in half precision).
 ALLOWED_ZERO_SHARE_DIFFERENCE = 0.02
 FEW_ZEROS = 0.05  # a smooth activation has accidental ones; squared ReLU has as many as ReLU
 
@@ -43,7 +43,7 @@ def record_firings(
     counts = [torch.zeros(neurons, dtype=torch.int64, device=device) for neurons in shape.ffn_sizes]
 
     def count(layer: int, pre_activation: torch.Tensor) -> None:
-        counts[layer] += (pre_activation > 0).sum(dim=0)
+        counts[layer] += (pre_activation > shape.activation_threshold).sum(dim=0)
 
     tokens, began = 0, time.perf_counter()
     with torch.inference_mode():
@@ -83,7 +83,7 @@ def verify_activation(model: Any, shape: ModelShape, batch: "torch.Tensor") -> N
         observe_ffn(
             model,
             shape,
-            pre_activation=lambda layer, z: measure(silent, layer, z, z <= 0),
+            pre_activation=lambda layer, z: measure(silent, layer, z, z <= shape.activation_threshold),
             activation=lambda layer, h: measure(zeros, layer, h, h == 0),
         ),
     ):
@@ -98,11 +98,11 @@ def verify_activation(model: Any, shape: ModelShape, batch: "torch.Tensor") -> N
         raise UnsupportedModelError(
             f"the model's activation is {shape.activation!r} and {100 * mean_zeros:.2f} % of its FFN activations are "
             f"exactly zero over {batch.numel()} tokens, {consequence}: use a ReLU version of the model (OPT, ReluLLaMA, "
-            "a Falcon with ReLU …)"
+            "ProSparse, a Falcon with ReLU …)"
         )
     for layer, (zero, quiet) in enumerate(zip(zeros, silent, strict=True)):
         if abs(zero - quiet) > ALLOWED_ZERO_SHARE_DIFFERENCE:
             raise UnsupportedModelError(
-                f"config.json says ReLU, but in layer {layer} {100 * quiet:.2f} % of the neurons do not fire while "
-                f"{100 * zero:.2f} % of the activations are zero: use config and code of the same model"
+                f"config.json says {shape.activation!r}, but in layer {layer} {100 * quiet:.2f} % of the neurons do not fire "
+                f"while {100 * zero:.2f} % of the activations are zero: use config and code of the same model"
             )

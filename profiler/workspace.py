@@ -159,7 +159,7 @@ def open_checkpoint(workspace: Workspace, record: ModelRecord, model: str | None
         raise CheckpointError(
             f"the weights of {str(workspace.path)!r} are no longer at {record.model!r}: say where they are with --model"
         )
-    checkpoint = open_weights(model or record.model, None if model else record.revision, record.shape.activation)
+    checkpoint = open_weights(model or record.model, None if model else record.revision, record.shape.full_activation)
     if checkpoint.shape != record.shape or checkpoint.fingerprint() != record.fingerprint:
         raise FingerprintMismatchError(
             f"the weights in {str(checkpoint.directory)!r} are not those {str(workspace.path)!r} was made from: give "

@@ -24,6 +24,7 @@ from pi_toolkit.profiler.model_gguf_layout import (
     OURS,
     SPARSE_ACTIVATION,
     VERSION,
+    activation_keys,
     architecture,
     interleaved_rows,
     layer_name,
@@ -79,7 +80,7 @@ def export(
     """
     shape = source.model.shape
     if magic == "PWRI":
-        if shape.activation != SPARSE_ACTIVATION[shape.family]:
+        if shape.activation not in (SPARSE_ACTIVATION[shape.family], "fatrelu"):
             raise UnsupportedModelError(
                 f"the model's activation is {shape.activation!r}, and PowerInfer's engine computes {shape.family} models "
                 f"with {SPARSE_ACTIVATION[shape.family]}: name the output .gguf for a dense file"
@@ -127,7 +128,7 @@ def _keys(magic: Magic, source: ExportSource, weight_type: TensorType) -> list[K
         *keys,
         KeyValue(f"{OURS}version", ValueType.U32, VERSION),
         KeyValue(f"{OURS}fingerprint", ValueType.STRING, source.fingerprint),
-        KeyValue(f"{OURS}activation", ValueType.STRING, shape.activation),
+        *activation_keys(shape),
     ]
 
 
@@ -222,10 +223,15 @@ def _announce(magic: Magic, source: ExportSource, weight_type: TensorType, entri
             note(
                 "PowerInfer's engine knows no sliding window and no heads of another size: this file is for this toolkit"
             )
+        if shape.activation == "fatrelu":
+            note(
+                f"PowerInfer's engine will run this file with ReLU in place of {shape.full_activation}, because its format "
+                "cannot say so: its text will differ"
+            )
     elif shape.family not in _LLAMA_CPP_RUNS:
         note(f"llama.cpp knows no {shape.family} architecture: this file is for this toolkit")
     elif shape.activation.lower() != _LLAMA_CPP_RUNS[shape.family].lower():
         note(
-            f"llama.cpp will run this file with {_LLAMA_CPP_RUNS[shape.family]} in place of {shape.activation}, because "
+            f"llama.cpp will run this file with {_LLAMA_CPP_RUNS[shape.family]} in place of {shape.full_activation}, because "
             "its format cannot say so: its text will differ"
         )

@@ -14,10 +14,11 @@ from pi_toolkit.profiler.cli import main as pi_profile
 from pi_toolkit.profiler.hardware import GIB
 from pi_toolkit.profiler.workspace import Workspace, read_model
 from pi_toolkit.runtime.cli import main as pi_run
+from pi_toolkit.runtime.convert_cli import main as pi_convert
 from pi_toolkit.solver import gpuidx
 from pi_toolkit.solver.cli import main as pi_place
 from pi_toolkit.solver.memory import unit_bytes
-from tiny_models import TOKENIZER_FILES, make_model, opt_config, save_model
+from tiny_models import PROSPARSE, PROSPARSE_THRESHOLD, TOKENIZER_FILES, make_model, opt_config, save_family, save_model
 
 LAYERS, NEURONS, HOT, WIDTH = 12, 160, 64, 32
 RunJson = Callable[..., dict[str, Any]]
@@ -88,6 +89,24 @@ def test_the_hot_neurons_of_every_layer_reach_the_gpu(
     }
     assert answers["dense"]["token_ids"] == answers["exact"]["token_ids"]
     assert {answer["gpu_neuron_share"] for answer in answers.values()} == {HOT / NEURONS}
+
+
+def test_a_prosparse_model_through_every_command(tmp_path: Path, corpus: Path, run_json: RunJson) -> None:
+    """A command that takes FATReLU for ReLU, or asks transformers for an architecture it does not have."""
+    model, workspace = save_family(tmp_path / "prosparse", PROSPARSE), tmp_path / "prosparse-pi"
+    run_json(pi_profile, model, "--corpus", corpus, "--tokens", 600, "--window", 32, "-o", workspace)
+    assert read_model(Workspace(workspace)).shape.full_activation == f"fatrelu:{PROSPARSE_THRESHOLD}"
+    run_json(pi_train_predictor, workspace, "--corpus", corpus, "--tokens", 1500, "--window", 32, "--hidden", WIDTH)
+    run_json(pi_place, workspace, "--vram", 0.001, "--dtype", "float32", "--reserve", 0, "--sync-seconds", 0)
+    run_json(pi_convert, workspace, "-o", tmp_path / "p.powerinfer.gguf", "--quantize", "f32")
+    answers = {
+        (source.name, mode): run_json(pi_run, source, "-p", "Paragraph 7", "-n", 8, "--mode", mode)["token_ids"]
+        for source in (workspace, tmp_path / "p.powerinfer.gguf")
+        for mode in ("dense", "exact", "predicted")
+    }
+    for mode in ("exact", "predicted"):
+        assert answers["prosparse-pi", mode] == answers["p.powerinfer.gguf", mode]
+    assert answers["prosparse-pi", "dense"] == answers["prosparse-pi", "exact"] == answers["p.powerinfer.gguf", "dense"]
 
 
 def test_a_stage_says_which_one_comes_before_it(

@@ -16,7 +16,7 @@ from pi_toolkit.profiler.corpus import split_of
 from pi_toolkit.profiler.errors import CorpusError
 from pi_toolkit.profiler.hf_model import load_hf_model
 from pi_toolkit.profiler.token_windows import load_tokenizer
-from tiny_models import CONFIGS, make_model, save_family
+from tiny_models import CONFIGS, PROSPARSE, PROSPARSE_THRESHOLD, make_model, save_family
 
 CPU = torch.device("cpu")
 WINDOW = 16
@@ -49,7 +49,9 @@ def split_ids(directory: Path, split: str, limit: int) -> list[list[int]]:
     return [ids[start : start + WINDOW] for start in range(0, len(ids), WINDOW)]
 
 
-def observed(model: Any, windows: list[list[int]], layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+def observed(
+    model: Any, windows: list[list[int]], layer: int, threshold: float = 0.0
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The predictor's input and the firing mask of one layer, from hooks of this test's own, one window at a time."""
     kind = model.config.model_type
     block = {"opt": lambda: model.model.decoder.layers, "falcon": lambda: model.transformer.h}.get(
@@ -65,7 +67,7 @@ def observed(model: Any, windows: list[list[int]], layer: int) -> tuple[torch.Te
     masks: list[torch.Tensor] = []
     handles = [
         watched.register_forward_pre_hook(lambda _m, args: inputs.append(args[0].flatten(0, -2))),
-        first.register_forward_hook(lambda _m, _a, out: masks.append(torch.relu(out).flatten(0, -2) != 0)),
+        first.register_forward_hook(lambda _m, _a, out: masks.append(out.flatten(0, -2) > threshold)),
     ]
     with torch.inference_mode():
         for window in windows:
@@ -75,16 +77,20 @@ def observed(model: Any, windows: list[list[int]], layer: int) -> tuple[torch.Te
     return torch.cat(inputs), torch.cat(masks)
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", [*CONFIGS, PROSPARSE])
 def test_samples_are_what_the_layer_saw_and_did(tmp_path: Path, corpus: Path, family: str) -> None:
     """Prevents predictors that learn from the normed input, from another layer, or from masks shifted by a token."""
     tokens = {"training": 200, "calibration": 70, "held-out": 37}
     store = collect(tmp_path, family, corpus, tokens)
-    model = make_model(CONFIGS[family]())
+    threshold = PROSPARSE_THRESHOLD if family == PROSPARSE else 0.0
+    model = make_model(CONFIGS["llama" if family == PROSPARSE else family]())
+    if family == PROSPARSE:
+        for layer in model.model.layers:
+            layer.mlp.act_fn = torch.nn.Threshold(threshold, 0.0)
     for split in SPLITS:
         windows = split_ids(tmp_path / "model 3", split, tokens[split])
         for layer, samples in enumerate(store.layer(split, layer) for layer in range(3)):
-            inputs, fires = observed(model, windows, layer)
+            inputs, fires = observed(model, windows, layer, threshold)
             found_inputs, found_fires = samples.batch(slice(0, len(samples)))
             assert len(samples) == tokens[split] == len(inputs)
             assert torch.equal(found_fires, fires), (split, layer)

@@ -1,6 +1,7 @@
 """What a config.json says about a model is what its tensors and its ``transformers`` twin say, or it is refused."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ from pi_toolkit.profiler.checkpoint import Checkpoint, read_config
 from pi_toolkit.profiler.errors import UnsupportedModelError
 from pi_toolkit.profiler.hf_model import load_hf_model
 from pi_toolkit.profiler.model_families import FAMILIES, ModelShape, Rotary, read_shape
-from tiny_models import CONFIGS, make_model, save_family
+from pi_toolkit.profiler.model_families.shape import parse_activation
+from tiny_models import CONFIGS, PROSPARSE, PROSPARSE_THRESHOLD, make_model, save_family
 
 # Changes of a tiny config that a family serves, beside its usual layout.
 SERVED_VARIANTS: list[tuple[str, dict[str, Any]]] = [
@@ -101,6 +103,9 @@ def test_shape_survives_json(family: str) -> None:
         ({"rotary": {"theta": "x", "linear_factor": 1.0}}, "rotary"),
         ({"rotary": {"base": 1.0}}, "rotary"),
         ({"extra": 1}, "extra"),
+        ({"activation_threshold": 0.1}, "activation_threshold"),
+        ({"activation": "fatrelu", "activation_threshold": -0.1}, "activation_threshold"),
+        ({"activation": "fatrelu", "activation_threshold": True}, "activation_threshold"),
     ],
 )
 def test_shape_record_with_wrong_values_is_refused(change: dict[str, Any], named: str) -> None:
@@ -134,6 +139,92 @@ def test_published_falcon_code_is_accepted_and_other_code_is_not(tmp_path: Path)
     assert checkpoint.shape == read_shape(config_of("falcon-7b"))
     assert type(load_hf_model(checkpoint, torch.device("cpu"), torch.float32)).__module__.startswith("transformers.")
     assert "auto_map" in refusal({**config, "auto_map": {**published, "AutoModel": "modeling_mine.Mine"}})
+
+
+# What the published ProSparse models state beside sizes and neutral keys.
+PUBLISHED_PROSPARSE = {
+    "architectures": ["SparseLlamaForCausalLM"],
+    "auto_map": {
+        "AutoConfig": "configuration_sparsellama.SparseLlamaConfig",
+        "AutoModel": "modeling_sparsellama.SparseLlamaForCausalLM",
+        "AutoModelForCausalLM": "modeling_sparsellama.SparseLlamaForCausalLM",
+    },
+    "hidden_act": "fatrelu",
+    "hidden_act_param": 0.01,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "max_length": 4096,
+    "max_position_embeddings": 4096,
+    "model_type": "sparsellama",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 32,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 32000,
+}
+
+
+def test_published_prosparse_config_is_read() -> None:
+    """Prevents a threshold that is left unread, and a refusal over code that is not run anyway."""
+    shape = read_shape(PUBLISHED_PROSPARSE)
+    assert (shape.family, shape.activation, shape.activation_threshold) == ("llama", "fatrelu", 0.01)
+    assert shape.falls_silent
+    relu = {
+        **PUBLISHED_PROSPARSE,
+        "model_type": "llama",
+        "hidden_act": "relu",
+        "auto_map": None,
+        "hidden_act_param": None,
+    }
+    assert replace(shape, activation="relu", activation_threshold=0.0) == read_shape(relu)
+    assert ModelShape.from_json(json.loads(json.dumps(shape.to_json()))) == shape
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"hidden_act_param": None}, "hidden_act_param"),
+        ({"hidden_act_param": -0.01}, "hidden_act_param"),
+        ({"hidden_act_param": float("inf")}, "hidden_act_param"),
+        ({"hidden_act_param": "0.01"}, "hidden_act_param"),
+        ({"hidden_act_param": True}, "hidden_act_param"),
+        ({"hidden_act": "relu"}, "hidden_act_param"),
+        ({"auto_map": {"AutoModel": "modeling_mine.Mine"}}, "auto_map"),
+        ({"model_type": "llama"}, "auto_map"),
+    ],
+)
+def test_prosparse_config_that_is_not_understood_is_refused(changes: dict[str, Any], named: str) -> None:
+    """Prevents FATReLU without its threshold, a threshold that does nothing, and somebody's own code."""
+    assert named in refusal({**PUBLISHED_PROSPARSE, **changes})
+
+
+def test_a_threshold_of_zero_leaves_no_trace_in_records(tmp_path: Path) -> None:
+    """Prevents fingerprints of ReLU models that change with a field they do not need."""
+    shape = read_shape(config_of("llama"))
+    assert "activation_threshold" not in shape.to_json()
+    checkpoint = Checkpoint(save_family(tmp_path, PROSPARSE))
+    assert checkpoint.shape.to_json()["activation_threshold"] == PROSPARSE_THRESHOLD
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"), [("relu", ("relu", 0.0)), ("fatrelu:0.01", ("fatrelu", 0.01)), ("fatrelu:0", ("fatrelu", 0.0))]
+)
+def test_activations_in_words(text: str, wanted: tuple[str, float]) -> None:
+    """Prevents a threshold that is lost between what is said and what is meant."""
+    assert parse_activation(text) == wanted
+
+
+@pytest.mark.parametrize(
+    "text", ["fatrelu", "fatrelu:", "fatrelu:x", "fatrelu:-1", "fatrelu:nan", "fatrelu:inf", "relu:1"]
+)
+def test_activations_in_other_words_are_refused(text: str) -> None:
+    """Prevents FATReLU without a threshold from running as ReLU."""
+    with pytest.raises(UnsupportedModelError, match=r"fatrelu:0\.01"):
+        parse_activation(text)
 
 
 @pytest.mark.parametrize("value", [None, False, 0, "", [], {}])

@@ -13,7 +13,17 @@ from pi_toolkit.profiler.errors import CheckpointError, CorpusError, Unsupported
 from pi_toolkit.profiler.hf_model import load_hf_model, observe_ffn
 from pi_toolkit.profiler.record import record_firings, verify_activation
 from pi_toolkit.profiler.token_windows import window_batches
-from tiny_models import BAMBOO, CONFIGS, VOCABULARY, make_model, mistral_config, save_family
+from tiny_models import (
+    BAMBOO,
+    CONFIGS,
+    PROSPARSE,
+    PROSPARSE_THRESHOLD,
+    VOCABULARY,
+    llama_config,
+    make_model,
+    mistral_config,
+    save_family,
+)
 
 CPU = torch.device("cpu")
 
@@ -34,7 +44,7 @@ def mlp_modules(model: Any) -> list[Any]:
     return [layer.mlp for layer in (model.transformer.h if model.config.model_type == "falcon" else model.model.layers)]
 
 
-def brute_force_counts(model: Any, windows: list[list[int]]) -> list[list[int]]:
+def brute_force_counts(model: Any, windows: list[list[int]], threshold: float = 0.0) -> list[list[int]]:
     """One window at a time, one token at a time, one neuron at a time: the neuron's own dot product with the FFN input."""
     names = {"opt": "fc1", "falcon": "dense_h_to_4h"}
     firsts = [getattr(mlp, names.get(model.config.model_type, "gate_proj")) for mlp in mlp_modules(model)]
@@ -51,7 +61,7 @@ def brute_force_counts(model: Any, windows: list[list[int]]) -> list[list[int]]:
                 for x in inputs[layer].reshape(-1, first.in_features):
                     z = torch.nn.functional.linear(x, first.weight, first.bias)
                     for neuron, value in enumerate(z.tolist()):
-                        counts[layer][neuron] += value > 0
+                        counts[layer][neuron] += value > threshold
     for handle in handles:
         handle.remove()
     return counts
@@ -155,7 +165,7 @@ def test_config_that_claims_relu_is_not_believed(tmp_path: Path, family: str) ->
     for mlp in mlp_modules(model):
         name = next(name for name in ("act_fn", "activation_fn", "act") if hasattr(mlp, name))
         setattr(mlp, name, torch.nn.SiLU())
-    with pytest.raises(UnsupportedModelError, match=r"config.json says ReLU, but in layer 0 .*: use config and code"):
+    with pytest.raises(UnsupportedModelError, match=r"config.json says 'relu', but in layer 0 .*: use config and code"):
         record_firings(model, checkpoint.shape, window_batches(random_windows(2, 9), 2))
 
 
@@ -194,6 +204,27 @@ def test_a_drelu_model_that_computes_something_else_is_refused(tmp_path: Path) -
     checkpoint, model = load(save_family(tmp_path, BAMBOO))
     del model.model.layers[1].mlp.forward  # ReGLU, as in the class
     with pytest.raises(UnsupportedModelError, match="in layer 1 "):
+        verify_activation(model, checkpoint.shape, torch.tensor(random_windows(1, 9)))
+
+
+def test_a_fatrelu_neuron_fires_above_the_threshold(tmp_path: Path) -> None:
+    """Prevents counting ProSparse's neurons as ReLU ones, or running them so: transformers does not have FATReLU."""
+    checkpoint, model = load(save_family(tmp_path, PROSPARSE))
+    windows = random_windows(4, 11)
+    recording = record_firings(model, checkpoint.shape, window_batches(windows, 2))
+    plain = make_model(llama_config())
+    for layer in plain.model.layers:
+        layer.mlp.gate_proj.register_forward_hook(lambda _module, _inputs, z: z * (z > PROSPARSE_THRESHOLD))
+    expected = brute_force_counts(plain, windows, PROSPARSE_THRESHOLD)
+    assert [counts.tolist() for counts in recording.counts] == expected
+    assert sum(map(sum, expected)) < 0.9 * sum(map(sum, brute_force_counts(plain, windows))), "the threshold matters"
+
+
+def test_a_fatrelu_model_with_another_threshold_is_refused(tmp_path: Path) -> None:
+    """Prevents zeros that are compared with those of a ReLU."""
+    checkpoint, model = load(save_family(tmp_path, PROSPARSE))
+    model.model.layers[1].mlp.act_fn = torch.nn.ReLU()
+    with pytest.raises(UnsupportedModelError, match="says 'fatrelu', but in layer 1 "):
         verify_activation(model, checkpoint.shape, torch.tensor(random_windows(1, 9)))
 
 

@@ -7,7 +7,7 @@ import torch
 from gguf_cases import export_family, source_of
 from pi_toolkit.profiler import gguf_container
 from pi_toolkit.profiler.errors import GgufError, UnsupportedModelError
-from pi_toolkit.profiler.gguf_container import TensorType, ValueType
+from pi_toolkit.profiler.gguf_container import KeyValue, TensorType, ValueType
 from pi_toolkit.profiler.hf_model import load_hf_model
 from pi_toolkit.profiler.model_gguf import GgufModel
 from pi_toolkit.profiler.model_gguf_layout import interleaved_rows
@@ -17,7 +17,7 @@ from pi_toolkit.runtime.engine import EngineOptions, open_engine
 from pi_toolkit.runtime.generate import generate
 from pi_toolkit.runtime.model_gguf_export import ExportSource, export
 from pi_toolkit.runtime.sampling import Sampler, SamplingOptions
-from tiny_models import BAMBOO, CONFIGS, save_family
+from tiny_models import BAMBOO, CONFIGS, PROSPARSE, PROSPARSE_THRESHOLD, save_family
 
 F32, F16, BF16, Q4_0, Q8_0 = (TensorType[name] for name in ("F32", "F16", "BF16", "Q4_0", "Q8_0"))
 MAGICS = ("PWRI", "GGUF")
@@ -251,3 +251,42 @@ def test_bamboo_files(magic, tmp_path):
     torch.testing.assert_close(engine.decoder.logits(states), twin(tokens).logits, atol=1e-4, rtol=0)
     again = load_hf_model(model, torch.device("cpu"), torch.float32)
     torch.testing.assert_close(again(tokens).logits, twin(tokens).logits, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("magic", MAGICS)
+def test_prosparse_files(magic, tmp_path, capsys):
+    """A FATReLU threshold that is lost on the way through a file, in whose format nothing says it."""
+    source = source_of(save_family(tmp_path / "hf", PROSPARSE))
+    path = tmp_path / ("x.powerinfer.gguf" if magic == "PWRI" else "x.gguf")
+    export(path, magic, source, F32)
+    other = "PowerInfer's engine" if magic == "PWRI" else "llama.cpp"
+    assert f"{other} will run this file with" in capsys.readouterr().err
+    model = GgufModel(path)
+    assert model.shape == source.model.shape
+    assert model.fingerprint() == source.fingerprint
+    engine = open_engine(Workspace(path), EngineOptions("exact", device="cpu", dtype="float32", context=32))
+    tiers = [tier for layer in engine.decoder.weights.layers for tier in layer.ffn.tiers]
+    assert {(tier.activation, tier.activation_threshold) for tier in tiers} == {("fatrelu", PROSPARSE_THRESHOLD)}
+    tokens, twin = torch.arange(2, 26)[None], load_hf_model(source.model, torch.device("cpu"), torch.float32)
+    states = engine.decoder.hidden_states(tokens, torch.arange(24)[None], torch.zeros(1, dtype=torch.int64))
+    torch.testing.assert_close(engine.decoder.logits(states), twin(tokens).logits, atol=1e-4, rtol=0)
+    again = load_hf_model(model, torch.device("cpu"), torch.float32)
+    torch.testing.assert_close(again(tokens).logits, twin(tokens).logits, atol=1e-4, rtol=0)
+
+
+def test_fatrelu_of_a_file_that_states_nothing(tmp_path):
+    """ProSparse files by others, whose threshold only the user knows; a threshold that is damaged."""
+    _, path = export_family(tmp_path, PROSPARSE, "GGUF", F16)
+    file = gguf_container.read(path, "GGUF")
+    infos, arrays = list(file.tensors.values()), [file.data(name) for name in file.tensors]
+    foreign = tmp_path / "foreign.gguf"
+    keys = [item for item in file.key_values.values() if not item.name.startswith("powerinfer_toolkit.")]
+    gguf_container.write(foreign, "GGUF", keys, infos, arrays)
+    assert GgufModel(foreign).shape.activation == "silu"
+    assert GgufModel(foreign, f"fatrelu:{PROSPARSE_THRESHOLD}").shape == GgufModel(path).shape
+    name = "powerinfer_toolkit.activation_threshold"
+    for damaged in ([], [KeyValue(name, ValueType.F32, -1.0)], [KeyValue(name, ValueType.F32, float("nan"))]):
+        keys = [item for item in file.key_values.values() if item.name != name]
+        gguf_container.write(foreign, "GGUF", keys + damaged, infos, arrays)
+        with pytest.raises(GgufError, match=r"activation.threshold"):
+            GgufModel(foreign)

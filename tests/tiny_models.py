@@ -69,7 +69,22 @@ CONFIGS: dict[str, Callable[..., transformers.PretrainedConfig]] = {
 }
 
 
-BAMBOO = "bamboo"  # of its own, because transformers has no such model: a Mistral whose config says so
+# Of their own, because transformers has no such models: a Mistral and a LLaMA whose configs say so.
+BAMBOO, PROSPARSE = "bamboo", "prosparse"
+PROSPARSE_THRESHOLD = 0.3
+_RENAMED: dict[str, tuple[Callable[..., transformers.PretrainedConfig], dict[str, Any]]] = {
+    BAMBOO: (mistral_config, {"model_type": "bamboo"}),
+    PROSPARSE: (
+        llama_config,
+        {
+            "model_type": "sparsellama",
+            "architectures": ["SparseLlamaForCausalLM"],
+            "auto_map": {"AutoConfig": "configuration_sparsellama.SparseLlamaConfig"},
+            "hidden_act": "fatrelu",
+            "hidden_act_param": PROSPARSE_THRESHOLD,
+        },
+    ),
+}
 
 
 def make_model(config: transformers.PretrainedConfig, seed: int = 0) -> Any:
@@ -95,10 +110,11 @@ def save_model(directory: Path, config: transformers.PretrainedConfig, seed: int
 
 
 def save_family(directory: Path, family: str, seed: int = 0, **changes: Any) -> Path:
-    """Save a model of one of :data:`CONFIGS`, or :data:`BAMBOO`."""
-    if family == BAMBOO:
-        save_model(directory, mistral_config(**changes), seed)
+    """Save a model of one of :data:`CONFIGS`, :data:`BAMBOO` or :data:`PROSPARSE`."""
+    if family in _RENAMED:
+        layout, entries = _RENAMED[family]
+        save_model(directory, layout(**changes), seed)
         config = directory / "config.json"
-        config.write_text(json.dumps(json.loads(config.read_text()) | {"model_type": "bamboo"}))
+        config.write_text(json.dumps(json.loads(config.read_text()) | entries))
         return directory
     return save_model(directory, CONFIGS[family](**changes), seed)

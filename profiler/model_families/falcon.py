@@ -25,8 +25,7 @@ def read_shape(config: Mapping[str, Any]) -> ModelShape:
     for switch in ("alibi", "bias"):
         read.require(switch, False, False)
     read.get("parallel_attn", True)
-    if _names_published_code(config.get("auto_map")):
-        read.get("auto_map", None)
+    read.published_code("falcon")
     kv_heads = read.size("num_kv_heads", heads)
     num_norms = read.size("num_ln_in_parallel_attn", 2 if grouped else 1)
     shape = ModelShape(
@@ -51,12 +50,6 @@ def read_shape(config: Mapping[str, Any]) -> ModelShape:
     )
     read.refuse_the_rest()
     return shape
-
-
-def _names_published_code(auto_map: Any) -> bool:
-    """Whether the repository's own code is the one that ``transformers`` has since adopted, as in tiiuae's."""
-    published = ("configuration_falcon.", "modeling_falcon.")
-    return isinstance(auto_map, Mapping) and all(str(name).startswith(published) for name in auto_map.values())
 
 
 def split_fused(shape: ModelShape, fused: "torch.Tensor") -> "dict[str, torch.Tensor]":

@@ -27,9 +27,10 @@ NEUTRAL_KEYS = frozenset(
 class FfnModules:
     """Paths (``{i}`` = layer) inside the ``transformers`` model where the FFN is observed.
 
-    A neuron fires when its element of the output of ``fires`` is above zero, and with dReLU that of ``up`` too, which runs
-    later and only gated neurons have. The input of ``down`` is the activation vector. The input of ``predictor_input`` is
-    what PowerInfer's engine feeds its predictors: the residual stream before the FFN norm, for Falcon the layer input.
+    A neuron fires when its element of the output of ``fires`` is above zero (FATReLU: the threshold), and with dReLU that
+    of ``up`` too, which runs later and only gated neurons have. The input of ``down`` is the activation vector. The input
+    of ``predictor_input`` is what PowerInfer's engine feeds its predictors: the residual stream before the FFN norm, for
+    Falcon the layer input.
     """
 
     fires: str
@@ -100,6 +101,11 @@ class ConfigReader:
         """A finite number above zero."""
         return _positive(key, self.get(key, default))
 
+    def threshold(self, key: str) -> float:
+        """Zero or a finite number above it; the key is required."""
+        value = self.get(key, None)
+        return 0.0 if value == 0 and not isinstance(value, bool) else _positive(key, value)
+
     def text(self, key: str, default: str) -> str:
         value = self.get(key, default)
         if not isinstance(value, str):
@@ -115,6 +121,13 @@ class ConfigReader:
             raise UnsupportedModelError(
                 f"config.json states {key} = {shown(value)} and only {allowed!r} is implemented: use another model"
             )
+
+    def published_code(self, name: str) -> None:
+        """Accept an ``auto_map`` that names only the code published with the models of kind *name*, whose maths is known
+        here: it is never run."""
+        auto_map, published = self._config.get("auto_map"), (f"configuration_{name}.", f"modeling_{name}.")
+        if isinstance(auto_map, Mapping) and all(str(where).startswith(published) for where in auto_map.values()):
+            self._asked.add("auto_map")
 
     def rotary(self) -> Rotary:
         """``rope_parameters`` or the older ``rope_theta`` and ``rope_scaling``."""

@@ -1,4 +1,8 @@
-"""LLaMA and Mistral shapes with a ReGLU FFN: neuron j computes relu(gate_j·x) · (up_j·x) and adds down_j times that."""
+"""LLaMA and Mistral shapes with a ReGLU FFN: neuron j computes relu(gate_j·x) · (up_j·x) and adds down_j times that.
+
+The ProSparse models (``model_type`` sparsellama) are LLaMAs with FATReLU in place of ReLU; their repositories' own code
+holds nothing else and is not needed.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,11 +12,14 @@ from .shape import ModelShape
 
 
 def read_shape(config: Mapping[str, Any]) -> ModelShape:
-    """Reads ``model_type`` llama and mistral, with the defaults each of them has in ``transformers``."""
+    """Reads ``model_type`` llama, mistral and sparsellama, with the defaults each of them has in ``transformers``."""
     read = ConfigReader(config)
     mistral = config.get("model_type") == "mistral"
     hidden, heads = read.size("hidden_size", 4096), read.size("num_attention_heads", 32)
     read.require("mlp_bias", False, False)
+    activation = read.text("hidden_act", "silu")
+    if config.get("model_type") == "sparsellama":
+        read.published_code("sparsellama")
     shape = ModelShape(
         family="llama",
         vocabulary_size=read.size("vocab_size", 32000),
@@ -22,7 +29,7 @@ def read_shape(config: Mapping[str, Any]) -> ModelShape:
         num_kv_heads=read.size("num_key_value_heads", 8 if mistral else heads),
         head_dim=read.size("head_dim", hidden // heads),
         max_positions=read.size("max_position_embeddings", 131072 if mistral else 2048),
-        activation=read.text("hidden_act", "silu"),
+        activation=activation,
         gated=True,
         norm="rms",
         norm_epsilon=read.number("rms_norm_eps", 1e-6),
@@ -31,6 +38,7 @@ def read_shape(config: Mapping[str, Any]) -> ModelShape:
         tied_embeddings=bool(read.get("tie_word_embeddings", False)),
         rotary=read.rotary(),
         sliding_window=read.nullable_size("sliding_window", 4096) if mistral else None,
+        activation_threshold=read.threshold("hidden_act_param") if activation == "fatrelu" else 0.0,
     )
     read.refuse_the_rest()
     return shape
@@ -41,7 +49,7 @@ _ATTENTION = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "
 
 FAMILY = Family(
     name="llama",
-    model_types=("llama", "mistral"),
+    model_types=("llama", "mistral", "sparsellama"),
     read_shape=read_shape,
     shared_tensors={
         "embedding.weight": "model.embed_tokens.weight",

@@ -135,6 +135,11 @@ class ModelShape:
                 "a Falcon with ReLU …)"
             )
 
+    @property
+    def full_activation(self) -> str:
+        """The activation with its threshold, as :func:`parse_activation` reads it: ``fatrelu:0.01``."""
+        return f"fatrelu:{self.activation_threshold}" if self.activation == "fatrelu" else self.activation
+
     def known_activation(self) -> Activation:
         """The activation; raises ``UnsupportedModelError`` for one whose maths is not implemented."""
         known = get_args(Activation)
@@ -172,6 +177,21 @@ class ModelShape:
             )
         rotary = Rotary(**content["rotary"]) if content["rotary"] else None
         return cls(**content | {"ffn_sizes": tuple(content["ffn_sizes"]), "rotary": rotary})
+
+
+def parse_activation(text: str) -> tuple[str, float]:
+    """Name and threshold out of ``relu`` or ``fatrelu:0.01``; raises ``UnsupportedModelError`` for a FATReLU without a
+    threshold of at least 0, and for a threshold of anything else."""
+    name, colon, number = text.partition(":")
+    try:
+        threshold = float(number) if colon else 0.0
+    except ValueError:
+        threshold = -1.0
+    if (name == "fatrelu") != bool(colon) or not 0 <= threshold <= sys.float_info.max:
+        raise UnsupportedModelError(
+            f"the activation {text!r} is none, or its threshold is: use one like relu or fatrelu:0.01"
+        )
+    return name, threshold
 
 
 def _product(shape: tuple[int, ...]) -> int:
