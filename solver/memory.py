@@ -37,13 +37,18 @@ class UnitBytes:
 
 
 def unit_bytes(
-    shape: ModelShape, dtype: str, context: int, batch_size: int, predictor_hidden: Sequence[int] | None = None
+    shape: ModelShape,
+    dtype: str,
+    context: int,
+    batch_size: int,
+    predictor_hidden: Sequence[int] | None = None,
+    predictor_dtype: str | None = None,
 ) -> UnitBytes:
     """Bytes of a model of *shape* stored as *dtype* with a KV cache of *context* tokens for *batch_size* sequences.
 
-    *predictor_hidden* holds the predictors' widths, None when there are none. Predictors are stored in the model's
-    *dtype*, also where PowerInfer's quantiser would choose Q5_0 (its Q8_0 files). Raises ``PlacementError`` for rows
-    that are no whole number of quantisation blocks.
+    *predictor_hidden* holds the predictors' widths, None when there are none. Without a *predictor_dtype* they are stored
+    in the model's *dtype*, also where PowerInfer's quantiser would choose Q5_0 (its Q8_0 files). Raises ``PlacementError``
+    for rows that are no whole number of quantisation blocks.
     """
     attention = _tensors_bytes(shape.attention_shapes().values(), dtype)
     attention += _tensors_bytes(_ffn_dense_shapes(shape), dtype)
@@ -56,7 +61,10 @@ def unit_bytes(
     return UnitBytes(
         attention=(attention + kv_cache,) * shape.num_layers,
         kv_cache=kv_cache,
-        predictor=tuple(_predictor_bytes(shape, n, r, dtype) for n, r in zip(shape.ffn_sizes, widths, strict=True)),
+        predictor=tuple(
+            _predictor_bytes(shape, n, r, predictor_dtype or dtype)
+            for n, r in zip(shape.ffn_sizes, widths, strict=True)
+        ),
         neuron=neuron_bytes(shape, dtype),
         head=_tensors_bytes(head, dtype),
         embedding=_tensors_bytes(tables, dtype),

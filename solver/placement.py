@@ -29,6 +29,7 @@ class PlacementRequest:
     batch_size: int
     sync_seconds: float | None = None
     time_limit_seconds: float = 60.0
+    predictor_dtype: str | None = None  # the model's where it is None
 
     @property
     def gpu_budget_bytes(self) -> int:
@@ -85,7 +86,9 @@ def place(
     Raises ``PlacementError`` when the model does not fit the memory of both devices. A machine without a GPU has no
     budget and every C_l is None.
     """
-    units = unit_bytes(shape, request.dtype, request.context, request.batch_size, predictor_hidden)
+    units = unit_bytes(
+        shape, request.dtype, request.context, request.batch_size, predictor_hidden, request.predictor_dtype
+    )
     budget = request.gpu_budget_bytes if hardware.gpu else 0
     dense = place_dense_units(units, budget)
     problem = PlacementProblem(

@@ -97,3 +97,10 @@ def test_parallel_block_without_ffn_norm_has_units():
     shape = replace(LLAMA_7B, separate_ffn_norm=False, parallel_block=True)
     difference = unit_bytes(LLAMA_7B, "float32", 1, 1).attention[0] - unit_bytes(shape, "float32", 1, 1).attention[0]
     assert difference == 4096 * 4
+
+
+def test_predictors_in_a_type_of_their_own() -> None:
+    """Predictors counted in the model's type where they are kept in a smaller one."""
+    both, own = (unit_bytes(LLAMA_7B, "float16", 512, 1, [512] * 32, dtype) for dtype in ("float16", "q8_0"))
+    assert own.predictor == unit_bytes(LLAMA_7B, "q8_0", 512, 1, [512] * 32).predictor
+    assert own.predictor < both.predictor and own.attention == both.attention and own.neuron == both.neuron
