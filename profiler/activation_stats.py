@@ -3,7 +3,8 @@
     activation/activation_{i}.pt   torch.save of one int64 tensor [neurons of layer i]: on how many tokens each fired
     activation/profile.json        "format" "powerinfer-toolkit/activation", "version" 1, "fingerprint" of the model,
                                    "tokens" counted, "corpus", "window", "dtype" computed in, "firing_threshold" (a
-                                   neuron fires above it), "firing_share" per layer
+                                   neuron fires above it), "firing_share" per layer, "convergence" and "comparison"
+                                   (see :mod:`.convergence`; null where not measured)
 
 The ``.pt`` files are PowerInfer's format, which allows any numeric dtype and has no ``profile.json``: such a directory
 is accepted, checked by shapes, and its counts are relative (``tokens`` None). Layers are read in numeric order.
@@ -52,8 +53,18 @@ class ActivationStats:
         return [float(c.sum()) / (len(c) * self.tokens) for c in self.counts]
 
 
-def write(directory: Path, stats: ActivationStats, extra_files: dict[str, bytes] | None = None) -> None:
-    """Replace *directory* as a whole by these counts and *extra_files* (figures); atomic."""
+def write(
+    directory: Path,
+    stats: ActivationStats,
+    extra_files: dict[str, bytes] | None = None,
+    convergence: dict[str, Any] | None = None,
+    comparison: dict[str, Any] | None = None,
+    firing_threshold: float = 0.0,
+) -> None:
+    """Replace *directory* as a whole by these counts and *extra_files* (figures, a report); atomic.
+
+    *convergence* and *comparison* (with another corpus) are for people and are not read back.
+    """
     import torch
 
     _validate(stats, [len(c) for c in stats.counts], directory)
@@ -72,8 +83,10 @@ def write(directory: Path, stats: ActivationStats, extra_files: dict[str, bytes]
                 "corpus": stats.corpus,
                 "window": stats.window,
                 "dtype": stats.dtype,
-                "firing_threshold": 0.0,
+                "firing_threshold": firing_threshold,
                 "firing_share": stats.firing_share(),
+                "convergence": convergence,
+                "comparison": comparison,
             },
         )
 

@@ -18,8 +18,10 @@ from .command_line import (
     progress_bar,
     version_option,
 )
+from .progress_file import MOST_SECONDS_BETWEEN, SECONDS_BETWEEN
 
 if TYPE_CHECKING:
+    from .convergence import Agreement
     from .locality import Locality
 
 
@@ -35,6 +37,16 @@ if TYPE_CHECKING:
 )
 @device_option
 @dtype_option
+@click.option("--low-memory", is_flag=True, help="Hold one layer of the model at a time, for one larger than the memory.")
+@click.option("--resume", is_flag=True, help="Continue what a run with the same options left when it was killed.")
+@click.option(
+    "--save-every",
+    type=click.FloatRange(0, MOST_SECONDS_BETWEEN),
+    default=SECONDS_BETWEEN,
+    show_default=True,
+    help="Seconds of work that a kill may cost.",
+)
+@click.option("--compare", type=click.Path(path_type=Path), help="Workspace of the same model on another corpus.")
 @click.option("-o", "--out", type=click.Path(path_type=Path), help="Workspace to write.  [default: ./<model name>-pi]")
 @json_option
 @version_option
@@ -48,67 +60,137 @@ def main(
     activation: str | None,
     device: str,
     dtype: str,
+    low_memory: bool,
+    resume: bool,
+    save_every: float,
+    compare: Path | None,
     out: Path | None,
     as_json: bool,
 ) -> None:
     """Count how often each FFN neuron of MODEL fires, and start a workspace with the counts.
 
-    MODEL is a Hugging Face directory or hub id, or a .gguf file.
+    MODEL is a Hugging Face directory or hub id, or a .gguf file. Several GPUs or machines share the work when torchrun
+    starts python -m pi_toolkit.profiler with the same options; the counts are those of one process.
 
     \b
     Example:
       pi-profile facebook/opt-6.7b --tokens 1M
     """
+    import torch
+
     from . import activation_stats
     from .atomic_write import check_writable
+    from .convergence import measure_agreement, measure_convergence
     from .corpus import corpus_name, documents, split_of
-    from .device import resolve_device, resolve_dtype
-    from .hf_model import load_hf_model
+    from .device import check_room, resolve_device, resolve_dtype
+    from .layer_by_layer import LayerByLayer
     from .locality import locality_figure, measure_locality
+    from .processes import connected, this_process
+    from .profile_report import profile_report
+    from .progress_file import ProgressFile
     from .record import record_firings
-    from .token_windows import check_window, load_tokenizer, token_windows, window_batches
+    from .token_windows import check_window, document_windows, load_tokenizer
+    from .whole_model import WholeModel
+    from .window_batch import Position, halved_batches, skip
     from .workspace import Workspace, describe, model_name, open_weights, refuse_other_model, write_model
 
+    processes = this_process()
     workspace = Workspace(out or Path(f"{model_name(model)}-pi"))
-    check_writable(workspace.path / "model.json", kind="file")
-    check_writable(workspace.activation, kind="directory")
+    if processes.is_first:
+        check_writable(workspace.path / "model.json", kind="file")
+        check_writable(workspace.activation, kind="directory")
     checkpoint = open_weights(model, revision, activation)
     shape, record = checkpoint.shape, describe(model, revision, checkpoint)
     refuse_other_model(workspace, record)
+    other = None
+    if compare:
+        other = activation_stats.read(Workspace(compare).activation, shape.ffn_sizes, record.fingerprint)
     window = window or min(512, shape.max_positions)
     check_window(window, shape.max_positions)
     texts = (text for i, text in enumerate(documents(corpus)) if split_of(i) != "held-out")
 
-    torch_device = resolve_device(device)
+    torch_device = resolve_device(processes.local_device(device))
     torch_dtype = resolve_dtype(dtype, torch_device, checkpoint.dtype(), shape.num_parameters())
-    note(f"profiling {record.name} on {torch_device} in {str(torch_dtype).removeprefix('torch.')}")
-    hf_model = load_hf_model(checkpoint, torch_device, torch_dtype)
-    windows = token_windows(texts, load_tokenizer(checkpoint.directory, shape.vocabulary_size), window, tokens)
-    batches = window_batches(windows, batch_size, shape.vocabulary_size)
-    with progress_bar("profiling", tokens) as progress:
-        recording = record_firings(hf_model, shape, batches, progress.advance)
+    dtype_name = str(torch_dtype).removeprefix("torch.")
+    if processes.is_first:
+        shared = f", shared by {processes.count} processes," if processes.count > 1 else ""
+        note(f"profiling {record.name}{shared} on {torch_device} in {dtype_name}")
+    job = {
+        "fingerprint": record.fingerprint,
+        "corpus": corpus_name(corpus),
+        "tokens": tokens,
+        "window": window,
+        "dtype": dtype_name,
+        "device": torch_device.type,
+        "torch": torch.__version__,
+    }
+    progress_file = ProgressFile(workspace.activation.with_name("activation.progress"), job, save_every)
+    saved = progress_file.read() if resume else None
+    if resume and saved is None and processes.is_first:
+        note("there is no saved progress to resume: profiling from the beginning")
+    tokenizer = load_tokenizer(checkpoint.directory, shape.vocabulary_size)
+    windows = document_windows(texts, tokenizer, window, tokens)
+    position = skip(windows, saved.position) if saved else Position()
+    batches = halved_batches(windows, 1 if low_memory else batch_size, shape.vocabulary_size)
+    if low_memory:
+        execution: LayerByLayer | WholeModel = LayerByLayer(checkpoint, torch_device, torch_dtype, window)
+    else:
+        check_room(shape.num_parameters() * torch_dtype.itemsize, torch_device)
+        execution = WholeModel.load(checkpoint, torch_device, torch_dtype)
+    with (
+        connected(processes, torch_device),
+        progress_bar("profiling", tokens, shown=processes.is_first) as progress,
+    ):
+        progress.advance(position.tokens)
+        recording = record_firings(
+            execution,
+            shape,
+            batches,
+            progress.advance,
+            processes=processes,
+            progress_file=progress_file,
+            saved=saved,
+            position=position,
+        )
+    if not processes.is_first:
+        return
     if recording.tokens < tokens:
         note(f"the corpus ended after {recording.tokens:,} of {tokens:,} tokens")
 
     stats = activation_stats.ActivationStats(
-        recording.counts,
-        record.fingerprint,
-        recording.tokens,
-        corpus_name(corpus),
-        window,
-        str(torch_dtype).removeprefix("torch."),
+        recording.counts, record.fingerprint, recording.tokens, corpus_name(corpus), window, dtype_name
     )
-    title = f"{record.name}: {recording.tokens:,} tokens of {stats.corpus}"
-    figure = locality_figure(stats.counts, recording.tokens, title)
-    activation_stats.write(workspace.activation, stats, {"locality.png": figure})
-    write_model(workspace, record)
-
     locality = measure_locality(stats.counts, recording.tokens)
+    convergence = measure_convergence(recording.half_counts, recording.half_tokens)
+    comparison = measure_agreement(stats.counts, other.counts, (recording.tokens, other.tokens)) if other else None
+    compared_with = other.corpus or compare.name if other and compare else ""
+    title = f"{record.name}: {recording.tokens:,} tokens of {stats.corpus}"
+    activation_stats.write(
+        workspace.activation,
+        stats,
+        {
+            "locality.png": locality_figure(stats.counts, recording.tokens, title),
+            "report.html": profile_report(record.name, stats, convergence, comparison, compared_with),
+        },
+        convergence.to_json() if convergence else None,
+        {"corpus": compared_with, **comparison.to_json()} if comparison else None,
+        shape.activation_threshold,
+    )
+    write_model(workspace, record)
+    progress_file.remove()
+
     print_locality(locality, shape.ffn_sizes)
-    speed = recording.tokens / recording.seconds
+    if convergence:
+        print_agreement("half of the documents and all of them", convergence.half_and_all)
+        print_agreement("the two halves of the documents", convergence.halves)
+    if comparison:
+        print_agreement(f"this corpus and {compared_with}", comparison)
+    speed = recording.new_tokens / recording.seconds
     click.echo(f"{recording.tokens:,} tokens at {speed:,.0f} tokens/s\nworkspace {workspace.path}")
     if as_json:
         result = {"tokens": recording.tokens, "layers": shape.num_layers, **vars(locality)}
+        result["convergence"] = convergence.to_json() if convergence else None
+        result["comparison"] = comparison.to_json() if comparison else None
         emit_json(result | {"tokens_per_second": speed, "workspace": str(workspace.path)})
 
 
@@ -123,3 +205,10 @@ def print_locality(locality: "Locality", ffn_sizes: tuple[int, ...]) -> None:
         }
     )
     click.echo(f"\n{percent(locality.share_for_80_percent_model)} of the model's FFN neurons carry 80 % of its firings")
+
+
+def print_agreement(what: str, agreement: "Agreement") -> None:
+    """One line on two counts of the same neurons."""
+    correlation = agreement.rank_correlation_model
+    ranks = "" if correlation is None else f", rank correlation {correlation:.4f}"
+    click.echo(f"{what} agree on {percent(agreement.hot_overlap_model)} of the hottest fifth{ranks}")

@@ -179,8 +179,9 @@ class TokenProgress:
 
 
 @contextmanager
-def progress_bar(title: str, total: int, unit: str = "tokens") -> Iterator[TokenProgress]:
-    """A progress bar on stderr with the speed in *unit* per second and the time left; erased when done."""
+def progress_bar(title: str, total: int, unit: str = "tokens", shown: bool = True) -> Iterator[TokenProgress]:
+    """A progress bar on stderr with the speed in *unit* per second and the time left; erased when done, and not there at
+    all unless *shown* on a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
     from rich.text import Text
@@ -198,5 +199,5 @@ def progress_bar(title: str, total: int, unit: str = "tokens") -> Iterator[Token
         TimeRemainingColumn(),
     )
     console = Console(file=sys.stderr)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    with Progress(*columns, console=console, transient=True, disable=not (shown and console.is_terminal)) as progress:
         yield TokenProgress(progress, progress.add_task(title, total=total))

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from .command_line import readable_bytes
 from .errors import ToolkitError
 
 if TYPE_CHECKING:
@@ -45,6 +46,18 @@ def resolve_dtype(name: str, device: "torch.device", stored: "torch.dtype", para
     if device.type == "cuda":
         return stored
     return torch.float32 if 4 * parameters <= WEIGHTS_SHARE_OF_FREE_MEMORY * _free_bytes() else torch.bfloat16
+
+
+def check_room(model_bytes: int, device: "torch.device") -> None:
+    """Raise ``DeviceError`` when a model's weights are larger than the memory that *device* has free."""
+    import torch
+
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else _free_bytes()
+    if model_bytes > free:
+        raise DeviceError(
+            f"the model's weights take {readable_bytes(model_bytes)} and {device} has {readable_bytes(free)} free: use "
+            "--low-memory, or --dtype bfloat16 if it is not in use yet"
+        )
 
 
 def _free_bytes() -> int:

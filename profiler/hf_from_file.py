@@ -3,6 +3,7 @@
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
+from .checkpoint import Checkpoint
 from .errors import UnsupportedModelError
 from .model_families import FAMILIES, ModelShape
 from .model_gguf import DequantisedModel, GgufModel
@@ -109,17 +110,30 @@ def compute_activation(model: Any, shape: ModelShape) -> None:
 
 def state_dict(model: GgufModel, dtype: "torch.dtype") -> "dict[str, torch.Tensor]":
     """All weights in *dtype* by the names ``transformers`` gives them."""
-    shape, family, values = model.shape, FAMILIES[model.shape.family], DequantisedModel(model, dtype)
-    state = {family.shared_tensors[role]: values.shared(role) for role in shape.shared_shapes()}
-    for layer in range(shape.num_layers):
-        attention = values.attention(layer)
-        if family.split_fused:
-            attention["fused_qkv.weight"] = _fused(shape, attention)
-        tensors = attention | {role: values.layer(layer, role) for role in shape.ffn_shapes(layer)}
-        for role, tensor in tensors.items():
-            names = family.layer_tensors[role].split("|")
-            name = names[0] if shape.separate_ffn_norm else names[-1]
-            state[name.format(i=layer)] = tensor.contiguous()
+    values = DequantisedModel(model, dtype)
+    state = shared_state(values)
+    for layer in range(model.shape.num_layers):
+        state |= layer_state(values, layer)
+    return state
+
+
+def shared_state(weights: "Checkpoint | DequantisedModel") -> "dict[str, torch.Tensor]":
+    """The weights outside the layers by the names ``transformers`` gives them."""
+    family = FAMILIES[weights.shape.family]
+    return {family.shared_tensors[role]: weights.shared(role) for role in weights.shape.shared_shapes()}
+
+
+def layer_state(weights: "Checkpoint | DequantisedModel", layer: int) -> "dict[str, torch.Tensor]":
+    """The weights of *layer* by the names ``transformers`` gives them."""
+    shape, family = weights.shape, FAMILIES[weights.shape.family]
+    attention = weights.attention(layer)
+    if family.split_fused:
+        attention["fused_qkv.weight"] = _fused(shape, attention)
+    state = {}
+    for role, tensor in (attention | {role: weights.layer(layer, role) for role in shape.ffn_shapes(layer)}).items():
+        names = family.layer_tensors[role].split("|")
+        name = names[0] if shape.separate_ffn_norm else names[-1]
+        state[name.format(i=layer)] = tensor.contiguous()
     return state
 
 

@@ -3,6 +3,7 @@ another without padding, and the stream is cut into windows. Only the last windo
 
 import json
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -61,12 +62,39 @@ def read_end_ids(directory: "Path") -> frozenset[int]:
     return frozenset()
 
 
-def token_windows(texts: Iterable[str], tokenizer: Any, window: int, tokens: int | None) -> Iterator[list[int]]:
+@dataclass(frozen=True)
+class Window:
+    """Token ids, and the index among the texts of the document that the first of them belongs to."""
+
+    ids: list[int]
+    document: int
+
+
+def document_windows(texts: Iterable[str], tokenizer: Any, window: int, tokens: int | None) -> Iterator[Window]:
     """Windows of *window* token ids out of *texts*, *tokens* ids in all (None: as many as there are)."""
-    ids = _token_ids(texts, tokenizer)
-    stream = ids if tokens is None else islice(ids, tokens)
-    while chunk := list(islice(stream, window)):
-        yield chunk
+    ids: list[int] = []
+    documents: list[int] = []
+    left = tokens
+    for document, more in enumerate(_tokenised(texts, tokenizer)):
+        ids += more
+        documents += [document] * len(more)
+        cut = len(ids) - len(ids) % window
+        for start in range(0, cut, window):
+            if left is not None and left <= window:
+                yield Window(ids[start : start + left], documents[start])
+                return
+            yield Window(ids[start : start + window], documents[start])
+            left = None if left is None else left - window
+        ids, documents = ids[cut:], documents[cut:]
+        if left is not None and left <= len(ids):
+            break  # the last window is here already: no further document is read
+    if ids:
+        yield Window(ids[:left], documents[0])
+
+
+def token_windows(texts: Iterable[str], tokenizer: Any, window: int, tokens: int | None) -> Iterator[list[int]]:
+    """The ids alone of :func:`document_windows`."""
+    return (window.ids for window in document_windows(texts, tokenizer, window, tokens))
 
 
 def window_batches(
@@ -80,11 +108,8 @@ def window_batches(
 
     batch: list[list[int]] = []
     for window in windows:
-        if vocabulary_size is not None and max(window) >= vocabulary_size:
-            raise CheckpointError(
-                f"the tokenizer gives token {max(window):,} and the model has {vocabulary_size:,} of them: use tokenizer "
-                "and weights of the same model"
-            )
+        if vocabulary_size is not None:
+            check_vocabulary(window, vocabulary_size)
         if batch and (len(batch) == batch_size or len(window) != len(batch[0])):
             yield torch.tensor(batch)
             batch = []
@@ -93,14 +118,22 @@ def window_batches(
         yield torch.tensor(batch)
 
 
+def check_vocabulary(ids: list[int], vocabulary_size: int) -> None:
+    """Raise ``CheckpointError`` for an id that a model of *vocabulary_size* has no embedding for."""
+    if max(ids) >= vocabulary_size:
+        raise CheckpointError(
+            f"the tokenizer gives token {max(ids):,} and the model has {vocabulary_size:,} of them: use tokenizer and "
+            "weights of the same model"
+        )
+
+
 def check_window(window: int, max_positions: int) -> None:
     """Raise ``CorpusError`` if the model cannot take that many tokens at once."""
     if window > max_positions:
         raise CorpusError(f"--window {window} is beyond the model's {max_positions} positions: choose a smaller window")
 
 
-def _token_ids(texts: Iterable[str], tokenizer: Any) -> Iterator[int]:
+def _tokenised(texts: Iterable[str], tokenizer: Any) -> Iterator[list[int]]:
     texts = iter(texts)
     while group := list(islice(texts, _DOCUMENTS_PER_CALL)):
-        for ids in tokenizer(group, verbose=False)["input_ids"]:
-            yield from ids
+        yield from tokenizer(group, verbose=False)["input_ids"]

@@ -215,7 +215,7 @@ def test_workspace_of_another_model_is_left_alone(
 
 @pytest.mark.parametrize(
     "stage",
-    ["hf_model.load_hf_model", "record.verify_activation", "locality.locality_figure", "activation_stats.write"],
+    ["whole_model.load_hf_model", "whole_model.verify_activation", "locality.locality_figure", "activation_stats.write"],
 )
 @pytest.mark.parametrize(
     ("error", "remedy"),
@@ -285,7 +285,7 @@ def test_own_mistake_keeps_its_traceback(
     def fail(*_arguments: Any, **_options: Any) -> Any:
         raise RuntimeError("size of tensor a must match")
 
-    monkeypatch.setattr("pi_toolkit.profiler.record.verify_activation", fail)
+    monkeypatch.setattr("pi_toolkit.profiler.whole_model.verify_activation", fail)
     result = run(main, model, "--corpus", corpus, "--tokens", "100", "-o", tmp_path / "pi")
     assert isinstance(result.exception, RuntimeError)
 
@@ -380,7 +380,7 @@ def test_corpus_is_tried_before_the_model_is_loaded(
     tmp_path: Path, model: Path, refuses: Refuses, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prevents minutes of loading a model for a corpus that cannot be read."""
-    monkeypatch.setattr("pi_toolkit.profiler.hf_model.load_hf_model", lambda *_: pytest.fail("the model was loaded"))
+    monkeypatch.setattr("pi_toolkit.profiler.whole_model.load_hf_model", lambda *_: pytest.fail("the model was loaded"))
     (tmp_path / "broken.jsonl").write_text("{")
     assert "is not valid JSON" in refuses(main, model, "--corpus", tmp_path / "broken.jsonl", "-o", tmp_path / "pi")
 

@@ -16,8 +16,8 @@ from pi_toolkit.profiler.checkpoint import Checkpoint
 from pi_toolkit.profiler.corpus import corpus_name, documents, split_of
 from pi_toolkit.profiler.errors import CheckpointError, CorpusError
 from pi_toolkit.profiler.hf_model import load_hf_model
-from pi_toolkit.profiler.record import record_firings
 from pi_toolkit.profiler.token_windows import check_window, load_tokenizer, token_windows, window_batches
+from profiling_cases import record_firings
 from tiny_models import DEMO_MODELS, save_family
 
 TEXTS = [f"Document {number} has été, ünïcödé and two lines\nof text." for number in range(90)]

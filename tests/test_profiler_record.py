@@ -11,8 +11,9 @@ import torch
 from pi_toolkit.profiler.checkpoint import Checkpoint
 from pi_toolkit.profiler.errors import CheckpointError, CorpusError, UnsupportedModelError
 from pi_toolkit.profiler.hf_model import load_hf_model, observe_ffn
-from pi_toolkit.profiler.record import record_firings, verify_activation
+from pi_toolkit.profiler.record import verify_activation
 from pi_toolkit.profiler.token_windows import window_batches
+from profiling_cases import record_firings
 from tiny_models import (
     BAMBOO,
     CONFIGS,
