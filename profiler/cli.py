@@ -37,7 +37,9 @@ if TYPE_CHECKING:
 )
 @device_option
 @dtype_option
-@click.option("--low-memory", is_flag=True, help="Hold one layer of the model at a time, for one larger than the memory.")
+@click.option(
+    "--low-memory", is_flag=True, help="Hold one layer of the model at a time, for one larger than the memory."
+)
 @click.option("--resume", is_flag=True, help="Continue what a run with the same options left when it was killed.")
 @click.option(
     "--save-every",

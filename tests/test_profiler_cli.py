@@ -22,7 +22,7 @@ from tiny_models import save_family
 RunJson = Callable[..., dict[str, Any]]
 Refuses = Callable[..., str]
 WORDS = "the cat sat on a mat with dogs and birds near rivers while rain fell over old towns".split()
-FILES = {"activation_0.pt", "activation_1.pt", "activation_2.pt", "profile.json", "locality.png"}
+FILES = {"activation_0.pt", "activation_1.pt", "activation_2.pt", "profile.json", "locality.png", "report.html"}
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +63,8 @@ def test_result_and_files(tmp_path: Path, model: Path, corpus: Path, run_json: R
         "firing_share",
         "share_for_80_percent",
         "share_for_80_percent_model",
+        "convergence",
+        "comparison",
         "tokens_per_second",
         "workspace",
     ]
@@ -215,7 +217,12 @@ def test_workspace_of_another_model_is_left_alone(
 
 @pytest.mark.parametrize(
     "stage",
-    ["whole_model.load_hf_model", "whole_model.verify_activation", "locality.locality_figure", "activation_stats.write"],
+    [
+        "whole_model.load_hf_model",
+        "whole_model.verify_activation",
+        "locality.locality_figure",
+        "activation_stats.write",
+    ],
 )
 @pytest.mark.parametrize(
     ("error", "remedy"),
