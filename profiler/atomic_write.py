@@ -126,10 +126,11 @@ def temporary_directory(parent: Path) -> Iterator[Path]:
 def atomic_file(path: Path, is_output: bool = True) -> Iterator[Path]:
     """Yield a temporary path; on success it is synced and renamed to *path*, on any exception it is removed.
 
-    A file that is no output (saved progress) is not named when the command is interrupted later.
+    A file that is no output (saved progress) is not named when the command is interrupted later, and its temporary name is
+    always the same (``.new`` behind the other), so that whoever removes the file can remove what a kill left.
     """
     with _parents(path):
-        temporary = _temporary_sibling(path)
+        temporary = _temporary_sibling(path) if is_output else path.with_name(f"{path.name}.new")
         try:
             yield temporary
             _sync(temporary)

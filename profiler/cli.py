@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     type=click.FloatRange(0, MOST_SECONDS_BETWEEN),
     default=SECONDS_BETWEEN,
     show_default=True,
-    help="Seconds of work that a kill may cost.",
+    help="Seconds of work that a kill may cost; 0 saves after every step.",
 )
 @click.option("--compare", type=click.Path(path_type=Path), help="Workspace of the same model on another corpus.")
 @click.option("-o", "--out", type=click.Path(path_type=Path), help="Workspace to write.  [default: ./<model name>-pi]")

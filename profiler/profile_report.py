@@ -231,7 +231,7 @@ def convergence_figure(convergence: Convergence) -> "Figure":
                 axes.plot(layers, shown, "o-", color=colour, markersize=3, linewidth=1, label=label)
             axes.set(xlabel="layer", title=title)
             axes.set_xticks(_layer_ticks(len(halves)))
-        axes.set_ylim(top=1.02)
+        axes.set_ylim(top=1.002)
         axes.legend(loc="lower right")
     return figure
 

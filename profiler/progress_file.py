@@ -77,9 +77,9 @@ class ProgressFile:
         return Progress(tensors, position)
 
     def due(self) -> bool:
-        """Whether it is time to save again."""
+        """Whether it is time to save again; always where ``seconds_between`` is 0."""
         wait = min(max(self._seconds_between, SLOW_SAVE * self._save_seconds), MOST_SECONDS_BETWEEN)
-        return time.monotonic() - self._saved_at >= wait
+        return not self._seconds_between or time.monotonic() - self._saved_at >= wait
 
     def save(self, tensors: "dict[str, torch.Tensor]", position: dict[str, Any]) -> None:
         """Replace what was saved; the tensors may lie on any device."""
@@ -99,7 +99,8 @@ class ProgressFile:
 
     def remove(self) -> None:
         """Call when the result is in place."""
-        self.path.unlink(missing_ok=True)
+        for path in (self.path, self.path.with_name(f"{self.path.name}.new")):
+            path.unlink(missing_ok=True)
         if context := click.get_current_context(silent=True):
             context.meta.pop(_KEPT, None)
 
