@@ -6,7 +6,7 @@ Which neurons fired and which were candidates is found by replaying the tokens.
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .bench_replay import masks, replay
+from .bench_replay import activity, replay
 from .decoder import Decoder
 from .kernels.packed_matrix import PackedMatrix, row_bytes
 from .kernels.sparse_ffn_reference import Mode
@@ -45,12 +45,15 @@ def touched(decoder: Decoder, prompt: list[int], token_ids: list[int]) -> Touche
 
     def count(_: int, ffn: PlacedFfn, normed: "torch.Tensor", residual: "torch.Tensor", mode: Mode) -> None:
         nonlocal neuron_bytes, fired, candidates
-        for tier, fires, named in masks(ffn, normed[-steps:], residual[-steps:], mode):
-            row, later_rows = row_bytes(tier.first.kind, tier.first.columns), 1 if tier.up is None else 2
-            # A candidate that stays silent costs its first row alone; dense reads everything.
-            read_on = fires.numel() if mode == "dense" else int((fires & named).sum())
-            neuron_bytes += row * (int(named.sum()) + later_rows * read_on)
-            fired, candidates = fired + int(fires.sum()), candidates + int(named.sum())
+        for seen in activity(ffn, normed[-steps:], residual[-steps:], mode):
+            first, fires, named = seen.tier.first, seen.fires, int(seen.named.sum())
+            # A candidate that stays silent costs its first row alone, a dReLU one with a gate above zero its up row too.
+            ups = int((seen.passes & seen.named).sum()) if seen.tier.up else 0
+            rows = named + ups + int((fires & seen.named).sum())
+            if mode == "dense":
+                rows = decoder.shape.neuron_matrices * fires.numel()
+            neuron_bytes += row_bytes(first.kind, first.columns) * rows
+            fired, candidates = fired + int(fires.sum()), candidates + named
 
     replay(decoder, prompt + token_ids[:-1], count)
     neurons, positions = sum(decoder.shape.ffn_sizes), torch.arange(len(prompt), len(prompt) + steps)

@@ -1,15 +1,16 @@
 """The loaded model with another share of firing neurons, for speed alone: the text becomes nonsense.
 
-A neuron fires on some share q of the tokens. With the sign of the row that decides on it turned it fires on 1 − q, and
-with that row zeroed on none; so any density between silence and 1 − q̄ is reached by turning or zeroing rows of neurons
-drawn at random, in place. The predictors' rows follow: turned neurons are candidates on every token, zeroed ones never.
+A ReLU neuron fires on some share q of the tokens. With the sign of the row that decides on it turned it fires on 1 − q
+(FATReLU: on fewer), and with that row zeroed on none; so any density between silence and 1 − q̄ is reached by turning or
+zeroing rows of neurons drawn at random, in place. A dReLU neuron whose gate row becomes a copy of its up row fires wherever
+the up product is above zero. The predictors' rows follow: raised neurons are candidates on every token, zeroed ones never.
 Which neurons are read is then random, and how many of the candidates fire is about as in a trained predictor.
 """
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .bench_replay import masks, replay
+from .bench_replay import activity, replay
 from .decoder import Decoder
 from .kernels.packed_matrix import PackedMatrix, pack, row_bytes
 from .kernels.sparse_ffn_reference import Mode
@@ -37,30 +38,33 @@ class MadeUpDensity:
         ffns = [layer.ffn for layer in self._decoder.weights.layers]
         if not self._saved:
             shares = _firing_shares(self._decoder, prompt)
-            self._saved = [_SavedLayer.of(ffn, share) for ffn, share in zip(ffns, shares, strict=True)]
+            self._saved = [_SavedLayer.of(ffn, *both) for ffn, both in zip(ffns, shares, strict=True)]
         for number, (ffn, saved) in enumerate(zip(ffns, self._saved, strict=True)):
             saved.restore(ffn)
             if density is not None:
-                _change(ffn, saved.firing_share, density, SEED + number)
+                _change(ffn, saved, density, SEED + number)
         self._chosen = density
 
 
 @dataclass(frozen=True)
 class _SavedLayer:
-    """What is changed in place: deciding rows and their biases by tier, the predictor's second matrix."""
+    """What is changed in place: deciding rows and their biases by tier, the predictor's second matrix. The share of the
+    layer's neurons that fire, and that of those that would if all were raised."""
 
     first: "list[torch.Tensor]"
     up_bias: "list[torch.Tensor | None]"
     fc2: "torch.Tensor | None"
     firing_share: float
+    raised_share: float
 
     @classmethod
-    def of(cls, ffn: PlacedFfn, firing_share: float) -> "_SavedLayer":
+    def of(cls, ffn: PlacedFfn, firing_share: float, raised_share: float) -> "_SavedLayer":
         return cls(
             [tier.first.data.clone() for tier in ffn.tiers],
             [None if tier.up_bias is None else tier.up_bias.clone() for tier in ffn.tiers],
             ffn.predictor.fc2.data.clone() if ffn.predictor else None,
             firing_share,
+            raised_share,
         )
 
     def restore(self, ffn: PlacedFfn) -> None:
@@ -72,30 +76,40 @@ class _SavedLayer:
             ffn.predictor.fc2.data.copy_(self.fc2)
 
 
-def _firing_shares(decoder: Decoder, prompt: tuple[int, ...]) -> list[float]:
-    """Share of the neurons of each layer that fire on the prompt's tokens."""
-    shares = [0.0] * decoder.shape.num_layers
+def _firing_shares(decoder: Decoder, prompt: tuple[int, ...]) -> list[tuple[float, float]]:
+    """Share of the neurons of each layer that fire on the prompt's tokens, and share that would with all of them raised."""
+    shares = [(0.0, 0.0)] * decoder.shape.num_layers
 
     def observe(layer: int, ffn: PlacedFfn, normed: "torch.Tensor", residual: "torch.Tensor", _: Mode) -> None:
-        fired = sum(int(fires.sum()) for _, fires, _ in masks(ffn, normed, residual, "exact"))
-        shares[layer] = fired / len(normed) / decoder.shape.ffn_sizes[layer]
+        seen = list(activity(ffn, normed, residual, "exact"))
+        fired = sum(int(part.fires.sum()) for part in seen)
+        raised = sum(
+            int(((-part.deciding > part.tier.activation_threshold) if part.up is None else part.up > 0).sum())
+            for part in seen
+        )
+        positions = len(normed) * decoder.shape.ffn_sizes[layer]
+        shares[layer] = fired / positions, raised / positions
 
     replay(decoder, list(prompt), observe)
     return shares
 
 
-def _change(ffn: PlacedFfn, firing_share: float, density: float, seed: int) -> None:
+def _change(ffn: PlacedFfn, saved: _SavedLayer, density: float, seed: int) -> None:
     import torch
 
     generator, first = torch.Generator().manual_seed(seed), 0
-    raised = density > firing_share
+    raised = density > saved.firing_share
     if raised:
-        share = min(1.0, (density - firing_share) / max(1e-6, 1 - 2 * firing_share))
+        share = min(1.0, (density - saved.firing_share) / max(1e-6, saved.raised_share - saved.firing_share))
     else:
-        share = 1 - density / max(firing_share, 1e-6)
+        share = 1 - density / max(saved.firing_share, 1e-6)
     for tier in ffn.tiers:
         rows = torch.randperm(len(tier), generator=generator)[: round(share * len(tier))]
-        _scale_rows(tier, rows, -1.0 if raised else 0.0)
+        if raised and tier.activation == "drelu" and tier.up is not None:
+            where = rows.to(tier.device)
+            tier.first.data[where] = tier.up.data[where]
+        else:
+            _scale_rows(tier, rows, -1.0 if raised else 0.0)
         if ffn.predictor:
             _set_rows(ffn.predictor.fc2, first + rows, ALWAYS if raised else -ALWAYS)
         first += len(tier)

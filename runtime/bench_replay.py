@@ -33,19 +33,43 @@ def replay(decoder: Decoder, tokens: list[int], observe: "Observe") -> None:
     twin.hidden_states(torch.tensor([tokens]), torch.arange(len(tokens))[None], torch.zeros(1, dtype=torch.int64))
 
 
-def masks(
-    ffn: PlacedFfn, normed: "torch.Tensor", residual: "torch.Tensor", mode: Mode
-) -> "Iterator[tuple[NeuronTier, torch.Tensor, torch.Tensor]]":
-    """Each tier with who fires and who is a candidate, bool [tokens, k]; all are where no predictor is asked."""
+@dataclass(frozen=True, eq=False)
+class TierActivity:
+    """What some tokens do to the neurons of a tier, all [tokens, k]: ``deciding`` is gate·x (or up·x + bias), ``up`` is up·x
+    of dReLU neurons, else None, ``named`` (bool) says who is a candidate: all where no predictor is asked."""
+
+    tier: NeuronTier
+    deciding: "torch.Tensor"
+    up: "torch.Tensor | None"
+    named: "torch.Tensor"
+
+    @property
+    def passes(self) -> "torch.Tensor":
+        """Whether the first product is above the threshold, so that another row is read: bool [tokens, k]."""
+        return self.deciding > self.tier.activation_threshold
+
+    @property
+    def fires(self) -> "torch.Tensor":
+        """bool [tokens, k]."""
+        return self.passes if self.up is None else self.passes & (self.up > 0)
+
+
+def activity(ffn: PlacedFfn, normed: "torch.Tensor", residual: "torch.Tensor", mode: Mode) -> "Iterator[TierActivity]":
+    """Each tier's part of what the layer does with *normed* and *residual* [tokens, hidden]."""
+    import torch
+
     scores = ffn.predictor.scores(residual) if ffn.predictor and mode == "predicted" else None
     first = 0
     for tier in ffn.tiers:
-        fires_on = tier.first.multiply(normed.to(tier.device))
-        fires = (fires_on if tier.up_bias is None else fires_on + tier.up_bias) > tier.activation_threshold
-        named = fires | True
+        x = normed.to(tier.device)
+        deciding = tier.first.multiply(x)
+        if tier.up_bias is not None:
+            deciding = deciding + tier.up_bias
+        up = tier.up.multiply(x) if tier.up is not None and tier.activation == "drelu" else None
+        named = torch.ones_like(deciding, dtype=torch.bool)
         if scores is not None and ffn.predictor:
             named = scores[:, first : first + len(tier)].to(tier.device) >= ffn.predictor.threshold
-        yield tier, fires, named
+        yield TierActivity(tier, deciding, up, named)
         first += len(tier)
 
 

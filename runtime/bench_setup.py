@@ -66,10 +66,6 @@ def make_recipes(setup: Setup) -> Recipes:
     """
     record = read_model(setup.workspace)
     record.shape.require_silence()
-    if record.shape.activation == "drelu":
-        raise BenchmarkError(
-            "the rows that neurons of a dReLU model read are not counted yet: use a ReLU model, or pi-run, which states speed"
-        )
     context = _context(setup, record)
     modes = _modes(setup)
     own = [

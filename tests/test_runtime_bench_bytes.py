@@ -7,6 +7,7 @@ import torch
 
 from pi_toolkit.predictor_training.predictor_file import PredictorSet
 from pi_toolkit.profiler.checkpoint import Checkpoint
+from pi_toolkit.profiler.hf_model import load_hf_model
 from pi_toolkit.runtime.bench_bytes import touched, weight_bytes
 from pi_toolkit.runtime.bench_density import MadeUpDensity
 from pi_toolkit.runtime.bench_replay import replay
@@ -17,7 +18,7 @@ from pi_toolkit.runtime.kernels.sparse_ffn_reference import Mode
 from pi_toolkit.runtime.sampling import Sampler, SamplingOptions
 from pi_toolkit.runtime.tier_plan import TierPlan, all_cold
 from pi_toolkit.runtime.weights import load_weights
-from tiny_models import save_family
+from tiny_models import BAMBOO, PROSPARSE, save_family
 
 CPU = torch.device("cpu")
 PROMPT, STEPS = [1, 7, 30, 99], 6
@@ -55,7 +56,7 @@ def test_dense_reads_every_weight(tmp_path: Path) -> None:
     assert (read.predictor_bytes, read.candidate_share) == (0, None)
 
 
-@pytest.mark.parametrize("family", ["llama", "opt"])
+@pytest.mark.parametrize("family", ["llama", "opt", PROSPARSE])
 @pytest.mark.parametrize("kind", ["float32", "q8_0"])
 def test_rows_that_are_read(tmp_path: Path, family: str, kind: Kind) -> None:
     """Up and down rows of silent neurons, or of neurons that are no candidates, among what was read."""
@@ -78,6 +79,46 @@ def test_rows_that_are_read(tmp_path: Path, family: str, kind: Kind) -> None:
     )
 
 
+@pytest.mark.parametrize("kind", ["float32", "float16"])
+def test_rows_that_a_drelu_model_reads(tmp_path: Path, kind: Kind) -> None:
+    """Down rows of neurons whose up product is negative, or no up rows of those, among what was read: counted from the
+    products in transformers' own modules."""
+    decoder = open_decoder(tmp_path, BAMBOO, kind)
+    ids = decode(decoder, "exact")
+    twin = load_hf_model(Checkpoint(tmp_path / BAMBOO), CPU, torch.float32)
+    gates: list[torch.Tensor] = []
+    ups: list[torch.Tensor] = []
+    for layer in twin.model.layers:
+        layer.mlp.gate_proj.register_forward_hook(lambda _module, _inputs, z: gates.append(z[0, -STEPS:] > 0))
+        layer.mlp.up_proj.register_forward_hook(lambda _module, _inputs, z: ups.append(z[0, -STEPS:] > 0))
+    with torch.inference_mode():
+        twin(torch.tensor([PROMPT + ids[:-1]]))
+    gate, up = torch.stack(gates), torch.stack(ups)
+    firing, rows = int((gate & up).sum()), gate.numel() + int(gate.sum()) + int((gate & up).sum())
+    exact, slack = touched(decoder, PROMPT, ids), 0 if kind == "float32" else 0.02
+    row = decoder.shape.hidden_size * {"float32": 4, "float16": 2}[kind]
+    assert exact.firing_share == pytest.approx(firing / gate.numel(), rel=1e-9 + slack)
+    assert exact.neuron_bytes == pytest.approx(row * rows / STEPS, rel=1e-9 + slack)
+    dense = touched(decoder, PROMPT, decode(decoder, "dense"))
+    assert dense.neuron_bytes == row * 3 * sum(decoder.shape.ffn_sizes)
+    predicted = touched(decoder, PROMPT, decode(decoder, "predicted"))
+    assert predicted.candidate_share is not None
+    assert predicted.candidate_share < predicted.neuron_bytes / (row * sum(decoder.shape.ffn_sizes)) < 3
+
+
+def test_a_drelu_model_at_another_density(tmp_path: Path) -> None:
+    """Rows that are turned although the other product decides as well."""
+    decoder = open_decoder(tmp_path, BAMBOO, "q4_0")
+    densities, ids = MadeUpDensity(decoder), decode(decoder, "exact")
+    natural = touched(decoder, PROMPT, ids).firing_share
+    assert 0.15 < natural < 0.35
+    for density in (0.05, 0.4):
+        densities.choose(density, tuple(PROMPT))
+        assert touched(decoder, PROMPT, decode(decoder, "exact")).firing_share == pytest.approx(density, rel=0.25)
+    densities.choose(None, tuple(PROMPT))
+    assert decode(decoder, "exact") == ids
+
+
 def test_a_replay_changes_nothing(tmp_path: Path) -> None:
     """Counting that leaves the decoder with another FFN or another text."""
     decoder = open_decoder(tmp_path, "llama", "float32")
@@ -88,7 +129,7 @@ def test_a_replay_changes_nothing(tmp_path: Path) -> None:
     assert decoder.weights is before and decode(decoder, "predicted") == ids
 
 
-@pytest.mark.parametrize("family", ["llama", "opt"])
+@pytest.mark.parametrize("family", ["llama", "opt", PROSPARSE])
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "q8_0", "q4_0"])
 def test_made_up_density(tmp_path: Path, family: str, kind: Kind) -> None:
     """Figures at 5 % that were measured at another density, or a model that stays changed."""
