@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from .kernels.native import MODES, address, extension, matrix
 from .kernels.packed_matrix import PackedMatrix, allocate, fill, row_bytes
+from .placed_ffn import NeuronTier
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -106,7 +107,7 @@ class SparseKernel:
             return None
         module, size = self._module, self._size
         kernels = module.Kernels(threads)
-        neurons = [module.Neurons(*(matrix(module, part) for part in parts), 0, 0) for parts in self._tensors]
+        neurons = [NeuronTier(*parts, None, "relu", 0.0).native(module) for parts in self._tensors]
         count = max(1, round(density * size.neurons))
         scores = [_random_scores(size.neurons, count, seed) for seed in range(self.DRAWS * size.layers)]
         passes = 0

@@ -17,6 +17,7 @@ from pi_toolkit.runtime.bench_cli import main as pi_bench
 from pi_toolkit.runtime.bench_contenders import LlamaCpp, LlamaCppRecipe, Own, OwnRecipe, Task
 from pi_toolkit.runtime.convert_cli import main as pi_convert
 from test_runtime_cli import make_workspace, write_predictors
+from tiny_models import BAMBOO, PROSPARSE
 
 Refuses = Callable[..., str]
 CONTENDER_KEYS = """name mode dtype decode_tokens_per_second prompt_tokens_per_second min max bytes_per_token
@@ -88,6 +89,19 @@ def test_a_quantised_file_at_made_up_densities(
     assert low["bytes_per_token"] < high["bytes_per_token"] < dense["bytes_per_token"]
 
 
+@pytest.mark.parametrize("family", [BAMBOO, PROSPARSE])
+def test_other_activations(family: str, tmp_path: Path, run_json: Callable[..., dict[str, Any]]) -> None:
+    """A dReLU or FATReLU model that is refused, or whose neurons are counted as ReLU's."""
+    workspace = make_workspace(tmp_path, family, "tiny")
+    write_predictors(workspace)
+    report = run_json(pi_bench, workspace.path, "-p", 4, "-n", 3, "--runs", 1, "--threads", 1)
+    dense, exact, predicted = report["contenders"]
+    assert dense["touched"]["firing_share"] == exact["touched"]["firing_share"] < 0.45
+    read = [row["touched"]["neuron_bytes"] for row in (dense, exact, predicted)]
+    assert read[0] > read[1] > read[2]
+    assert report["agreement"][0]["equal"] == report["agreement"][0]["tokens"]
+
+
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
@@ -142,7 +156,6 @@ def test_without_xllamacpp(monkeypatch: pytest.MonkeyPatch) -> None:
         ["w", "--density", "0"],
         ["w", "--density", "nan"],
         ["w", "--density", "0.5,2"],
-        ["--machine"],
         ["w", "--machine", "-o", "x.toml"],
         ["w", "-o", "x.toml"],
     ],
