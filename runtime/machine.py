@@ -107,7 +107,7 @@ class SparseKernel:
             return None
         module, size = self._module, self._size
         kernels = module.Kernels(threads)
-        neurons = [NeuronTier(*parts, None, "relu", 0.0).native(module) for parts in self._tensors]
+        neurons = [NeuronTier(first, up, down, None, "relu", 0.0).native(module) for first, up, down in self._tensors]
         count = max(1, round(density * size.neurons))
         scores = [_random_scores(size.neurons, count, seed) for seed in range(self.DRAWS * size.layers)]
         passes = 0

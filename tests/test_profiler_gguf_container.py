@@ -1,6 +1,8 @@
 """The GGUF container: what is written comes back, and every kind of damage is one ``GgufError``."""
 
+import resource
 import struct
+import time
 
 import numpy as np
 import pytest
@@ -178,8 +180,11 @@ def test_malformed_files_are_refused(case, tmp_path):
     """Each would otherwise be a crash, an exhausted memory or silently wrong data."""
     content, message = MALFORMED[case]
     (tmp_path / "x").write_bytes(content)
+    began, before = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(GgufError, match=message):
         read(tmp_path / "x", "PWRI")
+    assert time.process_time() - began < 1
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 * 1024
 
 
 def test_the_same_tensor_twice_is_refused(tmp_path):
