@@ -69,5 +69,9 @@ class GenerationError(ToolkitError):
     """A prompt does not fit, or the mode that was asked for is not possible with the files at hand."""
 
 
+class HostFunctionError(ToolkitError):
+    """A GPU's driver does not take a function of the host into a stream or a graph."""
+
+
 class BenchmarkError(ToolkitError):
     """A contender of a benchmark cannot run, or what is to be compared does not compute the same."""

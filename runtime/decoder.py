@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 
 from pi_toolkit.profiler.model_families import ModelShape
 
+from .gpu_step import gpu_step
 from .kernels.native import multiply
 from .kernels.sparse_ffn_reference import Mode
-from .kv_cache import KeyValueCache, cache_dtype
+from .kv_cache import KeyValueCache, cache_dtype, consecutive
 from .native_step import native_step
 from .weights import LayerWeights, ModelWeights
 
@@ -33,6 +34,7 @@ class Decoder:
         self.cache = KeyValueCache.allocate(shape, devices, slots, context, cache_dtype(weights.kind))
         self._rotations = {device: self._rotation_table(device, context) for device in set(devices)}
         self.native = native_step(shape, weights, self.cache, self._rotations, threads)
+        self.gpu = gpu_step(shape, weights, self.cache, self._rotations)
 
     def step(self, tokens: "torch.Tensor", positions: "torch.Tensor", slots: "torch.Tensor") -> "torch.Tensor":
         """Logits float32 [rows, vocabulary] after the last of *tokens*; arguments as in :meth:`hidden_states`."""
@@ -41,6 +43,8 @@ class Decoder:
         if self.native and tokens.shape[1] <= NATIVE_STEPS:
             each = zip(tokens.tolist(), positions[:, 0].tolist(), slots.tolist(), strict=True)
             return torch.stack([self.native.run(*row, self.mode) for row in each])
+        if self.gpu and tokens.shape[1] == 1 and (first_slot := consecutive(slots)) is not None:
+            return self.logits(self.gpu.run(tokens[:, 0], positions[:, 0], first_slot, self.mode))
         return self.logits(self.hidden_states(tokens, positions, slots)[:, -1])
 
     def hidden_states(self, tokens: "torch.Tensor", positions: "torch.Tensor", slots: "torch.Tensor") -> "torch.Tensor":

@@ -20,6 +20,12 @@ def cache_dtype(kind: Kind) -> "torch.dtype":
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}.get(kind, torch.float16)
 
 
+def consecutive(slots: "torch.Tensor") -> int | None:
+    """The first of *slots*, int64 [rows], if each is the one before plus 1."""
+    start = int(slots[0])
+    return start if slots.tolist() == list(range(start, start + len(slots))) else None
+
+
 @dataclass(frozen=True)
 class KeyValueCache:
     """``keys`` and ``values`` per layer: [slots, kv_heads, context, head_dim] on the layer's attention device."""
@@ -52,7 +58,6 @@ class KeyValueCache:
 
     def load(self, layer: int, slots: "torch.Tensor", first: int, end: int) -> "tuple[torch.Tensor, torch.Tensor]":
         """Keys and values [rows, kv_heads, end − first, head_dim]; views where the slots are consecutive."""
-        start, rows = int(slots[0]), len(slots)
-        consecutive = slots.tolist() == list(range(start, start + rows))
-        chosen = slice(start, start + rows) if consecutive else slots.to(self.keys[layer].device)
+        start = consecutive(slots)
+        chosen = slots.to(self.keys[layer].device) if start is None else slice(start, start + len(slots))
         return self.keys[layer][chosen, :, first:end], self.values[layer][chosen, :, first:end]

@@ -10,6 +10,7 @@ from .kernels import sparse_ffn_reference as kernel
 from .kernels.native import ACTIVATIONS, MODES, Products, address, extension, matrix, multiply, products
 from .kernels.packed_matrix import PackedMatrix, row_tiles
 from .kernels.sparse_ffn_reference import Mode, NeuronRows, activate, up_factor
+from .overlap import Overlap
 
 if TYPE_CHECKING:
     import torch
@@ -141,26 +142,41 @@ class PlacedPredictor:
 
 @dataclass(frozen=True, eq=False)
 class PlacedFfn:
-    """The tiers of one layer, none of them empty, and the float32 bias [hidden] that is added once."""
+    """The tiers of one layer, none of them empty, and the float32 bias [hidden] that is added once.
+
+    With an ``overlap``, the last tier is computed on the CPU while the others are computed where they are.
+    """
 
     tiers: tuple[NeuronTier, ...]
     down_bias: "torch.Tensor | None"
     predictor: PlacedPredictor | None
+    overlap: Overlap | None = None
 
     def __call__(self, normed: "torch.Tensor", residual: "torch.Tensor", mode: Mode) -> "torch.Tensor":
         """The FFN's output float32 [tokens, hidden] on the device of *normed*.
 
         *normed* [tokens, hidden] is what the neurons read, *residual* [tokens, hidden] what the predictor reads.
         """
-        scores, threshold = None, 0.0
+        scores: list[torch.Tensor | None] = [None] * len(self.tiers)
+        threshold = 0.0
         if mode == "predicted":
             assert self.predictor is not None, "the engine opens mode predicted only with predictors"
-            scores, threshold = self.predictor.scores(residual), self.predictor.threshold
-        output, first = self.down_bias, 0
-        for tier in self.tiers:
-            mine = None if scores is None else scores[:, first : first + len(tier)]
-            part = tier(normed, mode, mine, threshold).to(normed.device)
-            output = part if output is None else output + part
-            first += len(tier)
-        assert output is not None, "a layer has at least one neuron"
-        return output
+            threshold = self.predictor.threshold
+            named = self.predictor.scores(residual)
+            scores = list(named.split([len(tier) for tier in self.tiers], dim=1))
+        each = list(zip(self.tiers, scores, strict=True))
+
+        def sum_of(parts: "list[tuple[NeuronTier, torch.Tensor | None]]") -> "torch.Tensor | None":
+            output = self.down_bias
+            for tier, mine in parts:
+                part = tier(normed, mode, mine, threshold).to(normed.device)
+                output = part if output is None else output + part
+            return output
+
+        if self.overlap is None:
+            output = sum_of(each)
+            assert output is not None, "a layer has at least one neuron"
+            return output
+        cold, cold_scores = each[-1]
+        on_device = None if cold_scores is None else cold_scores.to(normed.device)
+        return self.overlap(lambda: sum_of(each[:-1]), cold, normed, on_device, mode, threshold)

@@ -14,6 +14,7 @@ from pi_toolkit.profiler.quantisation import QuantisedMatrix
 
 from .kernels.native import multiply
 from .kernels.packed_matrix import Kind, PackedMatrix, allocate, fill, pack, row_bytes
+from .overlap import Overlap, overlap_on
 from .placed_ffn import NeuronTier, PlacedFfn, PlacedPredictor
 from .tier_plan import TierPlan
 
@@ -92,7 +93,8 @@ def load_weights(
     another shape than the config says.
     """
     shape = checkpoint.shape
-    loader = _Loader(checkpoint, plan, predictors, kind)
+    gpus = {device for layer in range(shape.num_layers) if (device := plan.attention_device(layer)).type == "cuda"}
+    loader = _Loader(checkpoint, plan, predictors, kind, {device: overlap_on(device) for device in gpus})
     embedding = loader.matrix(checkpoint.shared("embedding.weight"), plan.cold)
     head_device = plan.head_device()
     tied = shape.tied_embeddings and head_device == plan.cold
@@ -118,6 +120,7 @@ class _Loader:
     plan: TierPlan
     predictors: PredictorSet | None
     kind: Kind
+    overlaps: "dict[torch.device, Overlap]"  # of the GPUs that hold attention
 
     def matrix(self, source: "torch.Tensor | QuantisedMatrix", device: "torch.device") -> PackedMatrix:
         """*source* as a matrix of its own; blocks stay of their type in a model of blocks, whichever the others have."""
@@ -185,6 +188,7 @@ class _Loader:
             tiers=tuple(self._tier(layer, where, ids) for where, ids in places),
             down_bias=_vector(checkpoint.layer(layer, "down.bias"), device) if shape.ffn_bias else None,
             predictor=predictor,
+            overlap=self.overlaps.get(device) if places[-1][0].type == "cpu" else None,
         )
 
     def _tier(self, layer: int, device: "torch.device", ids: "torch.Tensor") -> NeuronTier:

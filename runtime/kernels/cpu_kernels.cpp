@@ -5,6 +5,7 @@
 #include <nanobind/stl/vector.h>
 
 #include "decode_step_cpu.h"
+#include "host_task_cpu.h"
 #include "matrix_product_cpu.h"
 #include "pack_blocks_cpu.h"
 
@@ -49,6 +50,12 @@ class Kernels {
     void pack_blocks(int type, uintptr_t blocks, int64_t rows, int64_t columns, uintptr_t packed, int64_t stride_bytes) {
         pi::pack_blocks(pool_, pi::WeightType(type), pointer<const uint8_t>(blocks), rows, columns, pointer<uint8_t>(packed),
                         stride_bytes);
+    }
+
+    pi::HostTask host_task(const pi::Neurons& neurons, int mode, uintptr_t x, uintptr_t scores, float threshold, uintptr_t y,
+                           int64_t tokens) {
+        return {pool_, ffn_, *kernels_, neurons, pi::Mode(mode), pointer<const float>(x), pointer<const float>(scores),
+                threshold, pointer<float>(y), tokens};
     }
 
     void add_row(const Matrix& matrix, int64_t row, float factor, uintptr_t y) {
@@ -129,11 +136,16 @@ NB_MODULE(cpu_kernels, m) {
             nb::call_guard<nb::gil_scoped_release>())
         .def_prop_ro("instruction_set", [](const pi::DecodeStep& self) { return std::string(self.instruction_set()); })
         .def_prop_ro("threads", &pi::DecodeStep::threads);
+    nb::class_<pi::HostTask>(m, "HostTask")
+        .def_prop_ro("function", [](const pi::HostTask&) { return reinterpret_cast<uintptr_t>(&pi::HostTask::call); })
+        .def_prop_ro("data", [](const pi::HostTask& self) { return reinterpret_cast<uintptr_t>(&self); })
+        .def("run", &pi::HostTask::run, nb::call_guard<nb::gil_scoped_release>());
     nb::class_<Kernels>(m, "Kernels")
         .def(nb::init<int>(), "threads"_a)
         .def("multiply", &Kernels::multiply, nb::call_guard<nb::gil_scoped_release>())
         .def("multiply_tokens", &Kernels::multiply_tokens, nb::call_guard<nb::gil_scoped_release>())
         .def("sparse_ffn", &Kernels::sparse_ffn, nb::call_guard<nb::gil_scoped_release>())
+        .def("host_task", &Kernels::host_task, nb::keep_alive<0, 1>())
         .def("pack_blocks", &Kernels::pack_blocks, nb::call_guard<nb::gil_scoped_release>())
         .def("add_row", &Kernels::add_row)
         .def_prop_ro("instruction_set", &Kernels::instruction_set)
