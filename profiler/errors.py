@@ -75,3 +75,7 @@ class HostFunctionError(ToolkitError):
 
 class BenchmarkError(ToolkitError):
     """A contender of a benchmark cannot run, or what is to be compared does not compute the same."""
+
+
+class TaskError(ToolkitError):
+    """Multiple-choice questions cannot be read, or the library that runs a task is not installed or refuses it."""

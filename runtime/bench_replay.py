@@ -1,6 +1,8 @@
 """Looks at every layer's FFN while tokens that are already known run through the decoder's torch path once more.
 
-Who fires and who is a candidate there equals what the native step saw, up to rounding.
+Who fires and who is a candidate there equals what the native step saw, up to rounding. The decoder itself knows nothing
+of being watched: its twin holds the same weights and cache, with every FFN behind an observer, and no step that is
+done as a whole, natively or on a GPU, which would go past them.
 """
 
 import copy
@@ -9,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
 
 from .decoder import Decoder
+from .kernels.native import multiply
 from .kernels.sparse_ffn_reference import Mode
 from .placed_ffn import NeuronTier, PlacedFfn
 
@@ -19,17 +22,23 @@ if TYPE_CHECKING:
     Observe = Callable[[int, PlacedFfn, torch.Tensor, torch.Tensor, Mode], None]
 
 
+def watched(decoder: Decoder, observe: "Observe") -> Decoder:
+    """A twin of *decoder*, over the same cache, that shows *observe* what each FFN is given."""
+    layers = [
+        replace(layer, ffn=cast(PlacedFfn, _WatchedFfn(number, layer.ffn, observe)))
+        for number, layer in enumerate(decoder.weights.layers)
+    ]
+    twin = copy.copy(decoder)
+    twin.weights = replace(decoder.weights, layers=tuple(layers))
+    twin.native = twin.gpu = None
+    return twin
+
+
 def replay(decoder: Decoder, tokens: list[int], observe: "Observe") -> None:
     """Run *tokens* through slot 0 of the cache from its beginning, showing *observe* what each FFN is given."""
     import torch
 
-    layers = decoder.weights.layers
-    watched = [
-        replace(layer, ffn=cast(PlacedFfn, _WatchedFfn(number, layer.ffn, observe)))
-        for number, layer in enumerate(layers)
-    ]
-    twin = copy.copy(decoder)
-    twin.weights = replace(decoder.weights, layers=tuple(watched))
+    twin = watched(decoder, observe)
     twin.hidden_states(torch.tensor([tokens]), torch.arange(len(tokens))[None], torch.zeros(1, dtype=torch.int64))
 
 
@@ -62,10 +71,10 @@ def activity(ffn: PlacedFfn, normed: "torch.Tensor", residual: "torch.Tensor", m
     first = 0
     for tier in ffn.tiers:
         x = normed.to(tier.device)
-        deciding = tier.first.multiply(x)
+        deciding = multiply(tier.first, x)
         if tier.up_bias is not None:
             deciding = deciding + tier.up_bias
-        up = tier.up.multiply(x) if tier.up is not None and tier.activation == "drelu" else None
+        up = multiply(tier.up, x) if tier.up is not None and tier.activation == "drelu" else None
         named = torch.ones_like(deciding, dtype=torch.bool)
         if scores is not None and ffn.predictor:
             named = scores[:, first : first + len(tier)].to(tier.device) >= ffn.predictor.threshold
