@@ -1,4 +1,4 @@
-"""The four commands one after the other on a small model, then one table of what came out.
+"""The commands one after the other on a small model, then one table of what came out.
 
 python -m pi_toolkit.runtime.demo tests/models/relu-llama-5m --workspace demo/relu-llama-5m-pi
 """
@@ -12,11 +12,10 @@ from typing import Any
 
 import click
 
-from pi_toolkit.profiler.command_line import ToolkitCommand, percent, print_table, progress_bar
+from pi_toolkit.profiler.command_line import ToolkitCommand, percent, print_table
 
 CORPUS = "wikipedia-intros"
-PROFILE_TOKENS, TRAINING_TOKENS, PERPLEXITY_TOKENS = "300k", "400k", 30_000
-WINDOW, WINDOWS_PER_STEP = 256, 8
+PROFILE_TOKENS, TRAINING_TOKENS, WINDOW = "300k", "400k", "256"
 PROMPT, NEW_TOKENS = "The city of Paris", 60
 # The model has 10 MB of BF16 weights, and with a KV cache 0.01 GiB hold about half of its neurons.
 PLACEMENT_NOTE = (
@@ -35,10 +34,10 @@ def main(model: Path, workspace: Path) -> None:
     predictors = run_command("pi-train-predictor", workspace, "--corpus", CORPUS, "--tokens", TRAINING_TOKENS)
     click.echo(f"\n{PLACEMENT_NOTE}")
     placement = run_command("pi-place", workspace, *PLACEMENT)
+    quality = run_command("pi-eval", workspace, "--corpus", CORPUS, "--window", WINDOW)
     text = run_command("pi-run", workspace, "-p", PROMPT, "-n", NEW_TOKENS)
-    perplexities = {mode: held_out_perplexity(workspace, mode) for mode in ("dense", "predicted")}
     click.echo("")
-    print_summary(profile, predictors, placement, perplexities)
+    print_summary(profile, predictors, placement, quality)
     click.echo(f"\n{PROMPT}{text['text']}")
 
 
@@ -59,25 +58,8 @@ def run_command(name: str, *arguments: object) -> dict[str, Any]:
     return json.loads(lines[-1])
 
 
-def held_out_perplexity(workspace: Path, mode: str) -> float:
-    """Perplexity on articles that were neither profiled nor trained on."""
-    from pi_toolkit.profiler.corpus import documents, split_of
-    from pi_toolkit.profiler.token_windows import token_windows, window_batches
-    from pi_toolkit.profiler.workspace import Workspace
-
-    from .engine import EngineOptions, open_engine
-    from .perplexity import perplexity
-
-    options = EngineOptions(mode=mode, context=WINDOW, slots=WINDOWS_PER_STEP)  # type: ignore[arg-type]
-    engine = open_engine(Workspace(workspace), options)
-    texts = (text for index, text in enumerate(documents(CORPUS)) if split_of(index) == "held-out")
-    windows = token_windows(texts, engine.tokenizer, WINDOW, PERPLEXITY_TOKENS)
-    with progress_bar(f"perplexity, {mode}", PERPLEXITY_TOKENS) as progress:
-        return perplexity(engine.decoder, window_batches(windows, WINDOWS_PER_STEP), progress.advance)
-
-
 def print_summary(
-    profile: dict[str, Any], predictors: dict[str, Any], placement: dict[str, Any], perplexities: dict[str, float]
+    profile: dict[str, Any], predictors: dict[str, Any], placement: dict[str, Any], quality: dict[str, Any]
 ) -> None:
     """Locality, predictor quality and placement per layer, then the figures of the whole model."""
     layers = predictors["layers"]
@@ -91,11 +73,11 @@ def print_summary(
             "hot neurons": placement["gpu_neurons"],
         }
     )
-    change = perplexities["predicted"] / perplexities["dense"] - 1
+    change = f"{quality['delta_percent']:+.2f} %"
     click.echo(
         f"\n{percent(profile['share_for_80_percent_model'])} of all neurons carry 80 % of the firings; the hot tier holds "
         f"{percent(placement['gpu_share_of_firings'])} of the firings\nperplexity on held-out articles: dense "
-        f"{perplexities['dense']:.2f}, predicted {perplexities['predicted']:.2f} ({change:+.2%})"
+        f"{quality['perplexity_dense']:.2f}, predicted {quality['perplexity_predicted']:.2f} ({change})"
     )
 
 

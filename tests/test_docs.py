@@ -12,6 +12,7 @@ from pi_toolkit.profiler.cli import main as pi_profile
 from pi_toolkit.runtime.bench_cli import main as pi_bench
 from pi_toolkit.runtime.cli import main as pi_run
 from pi_toolkit.runtime.convert_cli import main as pi_convert
+from pi_toolkit.runtime.eval_cli import main as pi_eval
 from pi_toolkit.solver.cli import main as pi_place
 
 ROOT = Path(__file__).parent.parent
@@ -23,6 +24,7 @@ COMMANDS: dict[str, click.Command] = {
     "pi-run": pi_run,
     "pi-convert": pi_convert,
     "pi-bench": pi_bench,
+    "pi-eval": pi_eval,
 }
 CALLS = re.findall(r"^ *(?:\$ )?(pi-[a-z-]+ .+?)(?:  +#.*)?$", README, flags=re.MULTILINE)
 HELP_CALLS = [

@@ -17,12 +17,11 @@ from click.testing import CliRunner
 from pi_toolkit.predictor_training.cli import main as pi_train_predictor
 from pi_toolkit.profiler.cli import main as pi_profile
 from pi_toolkit.profiler.corpus import documents, split_of
-from pi_toolkit.profiler.token_windows import token_windows, window_batches
 from pi_toolkit.profiler.workspace import Workspace, read_model
 from pi_toolkit.runtime.engine import Engine, EngineOptions, open_engine
+from pi_toolkit.runtime.eval_cli import main as pi_eval
 from pi_toolkit.runtime.generate import generate
 from pi_toolkit.runtime.kernels.sparse_ffn_reference import Mode
-from pi_toolkit.runtime.perplexity import perplexity
 from pi_toolkit.runtime.sampling import Sampler, SamplingOptions
 from pi_toolkit.solver import gpuidx
 from pi_toolkit.solver.gpuidx import GpuIndex
@@ -100,12 +99,6 @@ def test_greedy_text_equals_transformers(demo: Demo, mode: Mode, placement: str,
         torch.testing.assert_close(got[0], logits, atol=1e-4, rtol=0)
 
 
-def held_out_perplexity(demo: Demo, mode: Mode) -> float:
-    engine = open_engine(demo.workspace, EngineOptions(mode=mode, device="cpu", dtype="float32", context=256, slots=8))
-    texts = (text for index, text in enumerate(documents(CORPUS)) if split_of(index) == "held-out")
-    return perplexity(engine.decoder, window_batches(token_windows(texts, engine.tokenizer, 256, 20_000), 8))
-
-
 def test_predictors_keep_the_quality(demo: Demo) -> None:
     """Predictors that miss firings, name too many candidates, or cost perplexity on unseen articles."""
     trained = call(pi_train_predictor, demo.workspace.path, "--corpus", CORPUS, "--tokens", "200k")
@@ -114,9 +107,15 @@ def test_predictors_keep_the_quality(demo: Demo) -> None:
     candidates = sum(layer["density"] for layer in layers)
     assert candidates <= 1.5 * sum(layer["firing_share"] for layer in layers)
     assert trained["predictor_parameters"] <= 0.1 * read_model(demo.workspace).shape.num_parameters()
-    dense, predicted = (held_out_perplexity(demo, mode) for mode in ("dense", "predicted"))
-    assert abs(predicted / dense - 1) <= 0.01
-    assert predicted != dense, "nothing was skipped"
+    found = call(
+        pi_eval, demo.workspace.path, "--corpus", CORPUS, "--window", 256, "--tokens", "20k", "--device", "cpu"
+    )
+    assert abs(found["delta_percent"]) <= 1.0
+    assert found["delta_percent"] != 0.0, "nothing was skipped"
+    assert found["top1_agreement"] >= 0.95 and found["alarm"] is None
+    for mine, trained_layer in zip(found["layers_on_windows"], layers, strict=True):  # two ways to the same figures
+        assert mine["recall"] == pytest.approx(trained_layer["recall"], abs=0.02)
+        assert mine["density"] == pytest.approx(trained_layer["density"], rel=0.1)
 
 
 def test_sampling_repeats_with_its_seed(demo: Demo, run_json: Callable[..., dict[str, Any]]) -> None:

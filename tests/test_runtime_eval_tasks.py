@@ -208,7 +208,7 @@ def test_lm_eval_refuses_an_unknown_task(engine: Engine) -> None:
 
 
 def test_the_registered_model(engine: Engine) -> None:
-    """Rolling likelihoods that leave tokens out, texts that run past where they are to stop, a model lm-eval does not find."""
+    """Rolling likelihoods that leave tokens out, texts that run past where they are to stop."""
     pytest.importorskip("lm_eval", reason=needs_lm_eval)
     from lm_eval.api.registry import get_model
 
