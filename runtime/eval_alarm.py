@@ -98,7 +98,9 @@ def _with_activation(decoder: Decoder, activation: "Activation") -> Decoder:
     """A dense twin over the same weights and cache whose neurons compute *activation*."""
     layers = []
     for layer in decoder.weights.layers:
-        tiers = tuple(replace(tier, activation=activation) for tier in layer.ffn.tiers)
+        tiers = layer.ffn.tiers
+        if activation != decoder.shape.activation:
+            tiers = tuple(replace(tier, activation=activation, activation_threshold=0.0) for tier in tiers)
         layers.append(replace(layer, ffn=replace(layer.ffn, tiers=tiers)))
     twin = copy.copy(decoder)
     twin.mode, twin.native, twin.weights = "dense", None, replace(decoder.weights, layers=tuple(layers))

@@ -1,7 +1,7 @@
 """``pi-eval``: what skipping neurons costs in quality, on text and on multiple-choice questions."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -157,7 +157,7 @@ def main(
         )
     engine = open_engine(place, options)
     note(f"evaluating {record.name} in {engine.decoder.weights.kind}, modes {', '.join(chosen)}")
-    conditions, result = describe_engine(engine), {}
+    conditions, result = describe_engine(engine), dict[str, Any]()
     if text:
         result |= measure_text(engine, chosen, text, twin, conditions)
     if questions:

@@ -41,8 +41,8 @@ class NeuronCounts:
         for _, fires, named in masks(ffn, normed[first:], residual[first:], mode):
             if mode != "predicted":
                 named = fires
-            found = (fires.numel(), fires.sum(), named.sum(), (fires & named).sum())
-            self._sums[layer] = [total + int(more) for total, more in zip(self._sums[layer], found, strict=True)]
+            found = [fires.numel(), *(int(mask.sum()) for mask in (fires, named, fires & named))]
+            self._sums[layer] = [total + more for total, more in zip(self._sums[layer], found, strict=True)]
 
     def qualities(self) -> list[Quality]:
         """Of every layer; empty where no token was shown."""

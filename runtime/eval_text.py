@@ -68,10 +68,9 @@ def evaluate_text(
     decoders = {mode: with_mode(engine.decoder, mode) for mode in modes}
     sparsest, silent = modes[-1], engine.record.shape.falls_silent
     counts = NeuronCounts(engine.record.shape.num_layers)
-    models = {mode: of_decoder(decoder) for mode, decoder in decoders.items()}
+    everybody: dict[str, LanguageModel] = {mode: of_decoder(decoder) for mode, decoder in decoders.items()}
     if silent:
-        models[sparsest] = of_decoder(watched(decoders[sparsest], counts.observe))
-    everybody: dict[str, LanguageModel] = {**models}
+        everybody[sparsest] = of_decoder(watched(decoders[sparsest], counts.observe))
     if reference:
         everybody[REFERENCE] = reference
     rows = len(engine.decoder.cache.keys[0])

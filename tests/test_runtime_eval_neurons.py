@@ -17,13 +17,13 @@ from pi_toolkit.runtime.kernels.sparse_ffn_reference import Mode
 from pi_toolkit.runtime.perplexity import of_decoder
 from pi_toolkit.runtime.tier_plan import all_cold
 from pi_toolkit.runtime.weights import load_weights
-from tiny_models import BAMBOO, CONFIGS, VOCABULARY, save_family
+from tiny_models import BAMBOO, CONFIGS, PROSPARSE, VOCABULARY, save_family
 
 CPU = torch.device("cpu")
 THRESHOLD = 0.5
 
 
-@pytest.fixture(scope="module", params=[*CONFIGS, BAMBOO])
+@pytest.fixture(scope="module", params=[*CONFIGS, BAMBOO, PROSPARSE])
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     return Checkpoint(save_family(tmp_path_factory.mktemp(request.param), request.param))
 
@@ -51,7 +51,7 @@ def counted_by_hooks(checkpoint: Checkpoint, tokens: torch.Tensor, first: int = 
         named[layer] = (residual @ predictors.fc1[layer].T).relu() @ predictors.fc2[layer].T >= THRESHOLD
 
     def fire(layer: int, z: torch.Tensor) -> None:
-        fires[layer] = z > 0
+        fires[layer] = z > shape.activation_threshold
 
     def silence(layer: int, activation: torch.Tensor) -> None:
         activation[~named[layer]] = 0
