@@ -120,5 +120,12 @@ def print_tasks(results: dict[str, dict[str, dict[str, float]]]) -> None:
     rows = [(task, mode, found) for task, modes in results.items() for mode, found in modes.items()]
     table: dict[str, Sequence[object]] = {"task": [row[0] for row in rows], "mode": [row[1] for row in rows]}
     for metric in metrics:
-        table[metric] = [f"{found[metric]:,.4g}" if metric in found else "–" for _, _, found in rows]
+        table[metric] = [_figure(found.get(metric)) for _, _, found in rows]
     print_table(table)
+
+
+def _figure(number: float | None) -> str:
+    """Counts as whole numbers, shares with four places."""
+    if number is None:
+        return "–"
+    return f"{number:,.0f}" if number >= 2 and number == int(number) else f"{number:.4f}"

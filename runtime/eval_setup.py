@@ -151,7 +151,7 @@ def measure_text(
 
 
 def measure_tasks(engine: "Engine", modes: "Sequence[Mode]", options: TaskOptions) -> dict[str, Any]:
-    """Measure, print, and return for JSON: ``tasks`` by name, mode and metric."""
+    """Measure, print, and return for JSON: ``tasks`` by name or file, mode and metric."""
     from .eval_report import print_tasks
     from .eval_tasks import answer, encode_questions, read_questions
     from .eval_text import with_mode
@@ -163,7 +163,7 @@ def measure_tasks(engine: "Engine", modes: "Sequence[Mode]", options: TaskOption
         with progress_bar(file.stem, len(modes) * sum(map(len, encoded)), "choices") as bar:
             for mode in modes:
                 found = answer(with_mode(engine.decoder, mode), questions, encoded, bar.advance)
-                results.setdefault(file.stem, {})[mode] = found.to_json()
+                results.setdefault(str(file), {})[mode] = found.to_json()
     if options.of_lm_eval:
         from .eval_lm import run_tasks
 

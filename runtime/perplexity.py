@@ -123,10 +123,10 @@ def _add(scores: dict[str, Score], logits: "Mapping[str, torch.Tensor]", targets
 
     reference = None
     for name, score in scores.items():
-        mine = logits[name].float().cpu()
-        score.losses[-1] += float(cross_entropy(mine, targets, reduction="sum"))
+        mine = logits[name].float()
+        score.losses[-1] += float(cross_entropy(mine, targets.to(mine.device), reduction="sum"))
         log_shares = mine.log_softmax(dim=-1)
-        reference = log_shares if reference is None else reference
+        reference = log_shares if reference is None else reference.to(mine.device)
         # In double precision, because the sum is over a vocabulary of small numbers of both signs.
         score.divergence += float((reference.exp() * (reference - log_shares)).double().sum())
         score.agreements += int((mine.argmax(dim=-1) == reference.argmax(dim=-1)).sum())

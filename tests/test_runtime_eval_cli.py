@@ -148,7 +148,7 @@ def test_tasks(workspace: Workspace, tmp_path: Path, run: Callable[..., Result])
     assert result.exit_code == 0, result.stderr
     found = json.loads(result.stdout.splitlines()[-1])
     assert set(found) == {"tasks", "conditions"}
-    by_mode = found["tasks"]["sums"]
+    by_mode = found["tasks"][str(tmp_path / "sums.jsonl")]
     assert list(by_mode) == ["dense", "exact", "predicted"]
     assert all(mode["questions"] == 3 and mode["acc"] == pytest.approx(1 / 3) for mode in by_mode.values())
     assert "acc_norm" in result.stdout and "sums" in result.stdout
