@@ -47,9 +47,7 @@ THE_WORKSPACES_OWN = "the workspace's own"
 @click.option(
     "--bos",
     type=click.Choice(["window", "document"]),
-    default="window",
-    show_default=True,
-    help="What begins with BOS, if the tokenizer adds it.",
+    help="What begins with BOS, if the tokenizer adds it.  [default: window with --score-from, else document]",
 )
 @click.option("--mode", "modes", type=ListType(click.Choice(MODES)), help="[default: all that are possible]")
 @click.option("--prompts", type=click.IntRange(min=0), default=8, show_default=True, help="Texts to generate.")
@@ -92,7 +90,7 @@ def main(
     window: int | None,
     stride: int | None,
     score_from: int,
-    bos: "Bos",
+    bos: "Bos | None",
     modes: "tuple[Mode, ...] | None",
     prompts: int,
     prompt_tokens: int,
@@ -138,7 +136,8 @@ def main(
     if corpus is not None or not tasks:
         window = window or min(512, limit_of_positions)
         text = TextOptions(
-            corpus or CORPUS, split, tokens, window, stride or window, score_from, bos, prompts, prompt_tokens, new_tokens
+            corpus or CORPUS, split, tokens, window, stride or window, score_from,
+            bos or ("window" if score_from else "document"), prompts, prompt_tokens, new_tokens,
         )  # fmt: skip
         text.check(limit_of_positions)
     if tasks:

@@ -51,11 +51,13 @@ class NeuronCounts:
 
 @dataclass(frozen=True)
 class GenerationOptions:
-    """Greedy continuations of ``prompts`` prompts, the first ``prompt_tokens`` of windows evenly spread over the text."""
+    """Greedy continuations of ``prompts`` prompts, the first ``prompt_tokens`` of windows evenly spread over the text, with
+    ``bos_id`` in the place of the first token where it is not None, because ``pi-run``'s prompts begin with it."""
 
     prompts: int
     prompt_tokens: int
     new_tokens: int
+    bos_id: int | None = None
 
 
 def count_while_generating(
@@ -72,6 +74,8 @@ def count_while_generating(
     counts, steps = NeuronCounts(decoder.shape.num_layers), 0
     for window in spread(windows, options.prompts):
         prompt = list(window.token_ids[: options.prompt_tokens])
+        if options.bos_id is not None:
+            prompt[0] = options.bos_id
         text = generate(decoder, prompt, options.new_tokens + 1, Sampler(SamplingOptions()), end_ids).token_ids
         counts.last = len(text) - 1  # the first came out of the prompt, the last was not read
         if counts.last:

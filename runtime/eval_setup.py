@@ -136,7 +136,9 @@ def measure_text(
         note(f"the {options.split} documents of the corpus end after {len(ids):,} of {options.tokens:,} tokens")
     bos_id = bos_id_of(engine.tokenizer)
     windows = cut_windows(ids, WindowOptions(options.window, options.stride, options.score_from, options.bos), bos_id)
-    generation = GenerationOptions(options.prompts, min(options.prompt_tokens, options.window), options.new_tokens)
+    generation = GenerationOptions(
+        options.prompts, min(options.prompt_tokens, options.window), options.new_tokens, bos_id
+    )
     found = evaluate_text(engine, modes, windows, generation, reference)
     names = ("split", "window", "stride", "score_from", "bos", "prompts", "prompt_tokens", "new_tokens")
     conditions |= {

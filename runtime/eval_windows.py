@@ -26,13 +26,14 @@ class WindowOptions:
     """``length`` and ``stride`` in tokens; predictions count from position ``score_from`` of a window.
 
     ``bos`` "window" puts the tokenizer's BOS in the place of the first token of every window, which is never predicted
-    there; "document" leaves it where the documents begin. Both do nothing where the tokenizer adds none.
+    there; "document" leaves it where the documents begin, as in the windows that counts and predictors are made from.
+    Neither adds one where the tokenizer does not.
     """
 
     length: int
     stride: int
     score_from: int = 0
-    bos: Bos = "window"
+    bos: Bos = "document"
 
 
 @dataclass(frozen=True)

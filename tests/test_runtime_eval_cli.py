@@ -68,14 +68,14 @@ def test_json_has_the_promised_keys(workspace: Workspace, corpus: Path, run_json
     conditions = result["conditions"]
     assert conditions["decoding_steps"] == 10
     wanted = dict(
-        corpus="text.txt", split="held-out", bos="window", bos_id=0, window=WINDOW, stride=WINDOW, score_from=0
+        corpus="text.txt", split="held-out", bos="document", bos_id=0, window=WINDOW, stride=WINDOW, score_from=0
     )
     assert {name: conditions[name] for name in wanted} == wanted
 
 
 def test_what_is_printed(workspace: Workspace, corpus: Path, run: Callable[..., Result]) -> None:
     """A perplexity without what it was measured on."""
-    options = (*QUICK, "--stride", 8, "--score-from", 16, "--bos", "document", "--split", "all")
+    options = (*QUICK, "--stride", 8, "--score-from", 16, "--split", "all")
     result = run(pi_eval, workspace.path, "--corpus", corpus, *options)
     assert result.exit_code == 0, result.stderr
     for part in (
@@ -86,7 +86,7 @@ def test_what_is_printed(workspace: Workspace, corpus: Path, run: Callable[..., 
         "candidates per firing",
         "windows of 32 tokens, one every 8, from position 16 on",
         "all documents of text.txt",
-        "BOS (token 0) in front of every document",
+        "BOS (token 0) in front of every window",
         "weights in float32",
     ):
         assert part in result.stdout, result.stdout

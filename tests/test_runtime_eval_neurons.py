@@ -93,11 +93,11 @@ def test_while_generating(checkpoint: Checkpoint) -> None:
     """The prompt's tokens, or a token that was never read, among the decoding steps."""
     decoder, prompt = decoder_of(checkpoint), (5, 6, 7, 8, 9)
     window = ScoredWindow((*prompt, 1, 2, 3), 0)
-    options = GenerationOptions(prompts=1, prompt_tokens=len(prompt), new_tokens=12)
+    options = GenerationOptions(prompts=1, prompt_tokens=len(prompt), new_tokens=12, bos_id=3)
     done: list[int] = []
     counts, steps = count_while_generating(decoder, [window], options, frozenset(), done.append)
     assert steps == 12 and done == [1]
-    text = list(prompt)
+    text = [3, *prompt[1:]]
     for _ in range(12):  # the greedy text once more, one whole prompt per token
         states = of_decoder(decoder).read(torch.tensor([text]))
         text.append(int(decoder.logits(states[0, -1]).argmax()))
