@@ -103,5 +103,6 @@ def _with_activation(decoder: Decoder, activation: "Activation") -> Decoder:
             tiers = tuple(replace(tier, activation=activation, activation_threshold=0.0) for tier in tiers)
         layers.append(replace(layer, ffn=replace(layer.ffn, tiers=tiers)))
     twin = copy.copy(decoder)
-    twin.mode, twin.native, twin.weights = "dense", None, replace(decoder.weights, layers=tuple(layers))
+    twin.mode, twin.weights = "dense", replace(decoder.weights, layers=tuple(layers))
+    twin.native = twin.gpu = None
     return twin

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from pi_toolkit.predictor_training.predictor import Quality
 
-from .bench_replay import masks, replay
+from .bench_replay import activity, replay
 from .decoder import Decoder
 from .eval_windows import ScoredWindow
 from .generate import generate
@@ -38,9 +38,9 @@ class NeuronCounts:
     def observe(self, layer: int, ffn: PlacedFfn, normed: "torch.Tensor", residual: "torch.Tensor", mode: Mode) -> None:
         """Count one call of one layer's FFN, of which *normed* and *residual* [tokens, hidden] are the inputs."""
         first = 0 if self.last is None else len(normed) - self.last
-        for _, fires, named in masks(ffn, normed[first:], residual[first:], mode):
-            if mode != "predicted":
-                named = fires
+        for seen in activity(ffn, normed[first:], residual[first:], mode):
+            fires = seen.fires
+            named = seen.named if mode == "predicted" else fires
             found = [fires.numel(), *(int(mask.sum()) for mask in (fires, named, fires & named))]
             self._sums[layer] = [total + more for total, more in zip(self._sums[layer], found, strict=True)]
 
