@@ -181,6 +181,8 @@ def read_shape(file: GgufFile, magic: Magic, activation: str | None = None) -> M
     epsilon = "layer_norm_rms_epsilon" if llama_shaped else "layer_norm_epsilon"
     assumed = (SPARSE_ACTIVATION if magic == "PWRI" else _DENSE_ACTIVATION)[family]
     what, threshold = _stated_activation(file) or parse_activation(activation or assumed)
+    if what == "fatrelu" and family != "llama":
+        raise GgufError(f"is a {family} model with fatrelu, and only LLaMA's is implemented: use another model")
     shape = ModelShape(
         family=family,
         vocabulary_size=embedding,

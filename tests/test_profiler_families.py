@@ -202,6 +202,19 @@ def test_prosparse_config_that_is_not_understood_is_refused(changes: dict[str, A
     assert named in refusal({**PUBLISHED_PROSPARSE, **changes})
 
 
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("opt", {"activation_function": "fatrelu"}),
+        ("falcon-7b", {"activation": "fatrelu"}),
+        ("mistral", {"model_type": "bamboo", "hidden_act": "fatrelu", "hidden_act_param": 0.1}),
+    ],
+)
+def test_fatrelu_of_another_family_is_refused(family: str, changes: dict[str, Any]) -> None:
+    """Prevents a threshold that nobody reads from being taken for zero."""
+    assert "fatrelu" in refusal(config_of(family, **changes))
+
+
 def test_a_threshold_of_zero_leaves_no_trace_in_records(tmp_path: Path) -> None:
     """Prevents fingerprints of ReLU models that change with a field they do not need."""
     shape = read_shape(config_of("llama"))

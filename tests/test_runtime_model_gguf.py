@@ -290,3 +290,14 @@ def test_fatrelu_of_a_file_that_states_nothing(tmp_path):
         gguf_container.write(foreign, "GGUF", keys + damaged, infos, arrays)
         with pytest.raises(GgufError, match=r"activation.threshold"):
             GgufModel(foreign)
+
+
+def test_fatrelu_of_another_family_is_refused(tmp_path):
+    """An activation that transformers cannot build such a model with."""
+    _, path = export_family(tmp_path, "falcon-7b", "GGUF", F16)
+    file = gguf_container.read(path, "GGUF")
+    keys = [item for item in file.key_values.values() if not item.name.startswith("powerinfer_toolkit.")]
+    foreign = tmp_path / "foreign.gguf"
+    gguf_container.write(foreign, "GGUF", keys, list(file.tensors.values()), [file.data(name) for name in file.tensors])
+    with pytest.raises(GgufError, match="is a falcon model with fatrelu"):
+        GgufModel(foreign, "fatrelu:0.1")

@@ -28,6 +28,10 @@ def read_shape(config: Mapping[str, Any]) -> ModelShape:
                     f"config.json states {shape.num_heads} heads over {shape.num_kv_heads} key/value heads, which does "
                     "not divide: use a complete model directory"
                 )
+            if shape.activation == "fatrelu" and not shape.gated:
+                raise UnsupportedModelError(
+                    f"config.json states fatrelu for {shape.family}, and only LLaMA's is implemented: use another model"
+                )
             return shape
     known = ", ".join(sorted(kind for family in FAMILIES.values() for kind in family.model_types))
     raise UnsupportedModelError(f"model_type {model_type!r} is not supported: use a model of one of {known}")

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from ..errors import UnsupportedModelError
 from . import llama
 from .family import Family
 from .shape import Activation, ModelShape
@@ -14,7 +15,10 @@ ACTIVATION: Activation = "drelu"
 def read_shape(config: Mapping[str, Any]) -> ModelShape:
     """Reads ``model_type`` bamboo, whose other keys and defaults are Mistral's; ``hidden_act`` is that of both factors."""
     shape = llama.read_shape({"hidden_act": "relu", **config, "model_type": "mistral"})
-    shape.require_silence()
+    if shape.activation != "relu":
+        raise UnsupportedModelError(
+            f"config.json states hidden_act = {shape.activation!r} and bamboo's is 'relu' alone: use another model"
+        )
     return replace(shape, family="bamboo", activation=ACTIVATION)
 
 

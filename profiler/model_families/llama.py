@@ -1,7 +1,7 @@
 """LLaMA and Mistral shapes with a ReGLU FFN: neuron j computes relu(gate_j·x) · (up_j·x) and adds down_j times that.
 
-The ProSparse models (``model_type`` sparsellama) are LLaMAs with FATReLU in place of ReLU; their repositories' own code
-holds nothing else and is not needed.
+The ProSparse models (``model_type`` sparsellama) are LLaMAs with FATReLU in place of ReLU; the code in their repositories is
+not run.
 """
 
 from collections.abc import Mapping
