@@ -132,6 +132,8 @@ def main(
     place = Workspace(workspace)
     record = read_model(place)
     limit_of_positions, chosen = record.shape.max_positions, possible_modes(place, record, modes)
+    if modes is None and record.shape.falls_silent and "predicted" not in chosen:
+        note("no predictors, so mode predicted is left out (pi-train-predictor makes them)")
     text = questions = None
     if corpus is not None or not tasks:
         window = window or min(512, limit_of_positions)

@@ -93,10 +93,12 @@ def test_what_is_printed(workspace: Workspace, corpus: Path, run: Callable[..., 
     assert "evaluating tiny in float32, modes dense, exact, predicted" in result.stderr
 
 
-def test_without_predictors(tmp_path: Path, corpus: Path, run_json: RunJson) -> None:
-    """Figures of a mode that did not run."""
+def test_without_predictors(tmp_path: Path, corpus: Path, run: Callable[..., Result]) -> None:
+    """Figures of a mode that did not run, or no word of why it did not."""
     bare = make_workspace(tmp_path, "opt", "bare")
-    result = run_json(pi_eval, bare.path, "--corpus", corpus, *QUICK)
+    answer = run(pi_eval, bare.path, "--corpus", corpus, *QUICK, "--json")
+    result = json.loads(answer.stdout.splitlines()[-1])
+    assert "mode predicted is left out" in answer.stderr
     assert result["perplexity_exact"] == pytest.approx(result["perplexity_dense"], rel=1e-4)
     for name in ("perplexity_predicted", "delta_percent", "kl", "top1_agreement"):
         assert result[name] is None
