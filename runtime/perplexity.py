@@ -55,10 +55,7 @@ class Score:
     @property
     def perplexity(self) -> float:
         """exp of the mean loss; infinity where it is beyond a float."""
-        try:
-            return math.exp(sum(self.losses) / self.predictions)
-        except OverflowError:
-            return math.inf
+        return _exp(sum(self.losses) / self.predictions)
 
     @property
     def kl(self) -> float:
@@ -71,7 +68,8 @@ class Score:
 
     def change_from(self, first: "Score") -> float:
         """Relative change of the perplexity against *first*'s on the same windows."""
-        return math.expm1((sum(self.losses) - sum(first.losses)) / self.predictions)
+        mean = (sum(self.losses) - sum(first.losses)) / self.predictions
+        return math.expm1(mean) if mean < 1 else _exp(mean) - 1
 
     def change_error(self, first: "Score") -> float | None:
         """Standard error of :meth:`change_from`, by how much it differs from window to window; None for one window.
@@ -83,7 +81,14 @@ class Score:
             return None
         triples = zip(self.losses, first.losses, self.counts, strict=True)
         squares = sum((mine - theirs - mean * count) ** 2 for mine, theirs, count in triples)
-        return math.exp(mean) * math.sqrt(squares * windows / (windows - 1)) / self.predictions
+        return _exp(mean) * math.sqrt(squares * windows / (windows - 1)) / self.predictions
+
+
+def _exp(number: float) -> float:
+    try:
+        return math.exp(number)
+    except OverflowError:
+        return math.inf
 
 
 def compare(

@@ -113,7 +113,9 @@ def test_the_change_has_an_error() -> None:
     assert other.change_from(first) == pytest.approx(math.expm1(sum(differences) / 40_000))
     assert other.change_error(first) == pytest.approx(0.01 / math.sqrt(400), rel=0.1)
     assert Score([1.0], [2]).change_error(Score([1.0], [2])) is None
-    assert Score([1e9], [2]).perplexity == math.inf
+    absurd = Score([1e9, 2e9], [2, 2])
+    assert absurd.perplexity == absurd.change_from(Score([1.0, 1.0], [2, 2])) == math.inf
+    assert absurd.change_error(Score([1.0, 1.0], [2, 2])) == math.inf
 
 
 def test_a_reference_of_another_model(checkpoint: Checkpoint, tmp_path: Path) -> None:
