@@ -35,12 +35,13 @@ from .model_gguf_layout import (
     shared_name,
     stored_layer_shapes,
 )
-from .quantisation import KINDS, QuantisedKind, QuantisedMatrix, dense, dequantise
+from .quantisation import KINDS, QuantisedKind, QuantisedMatrix, TurnedMatrix, dense, dequantise
 
 if TYPE_CHECKING:
     import torch
 
     Weight = torch.Tensor | QuantisedMatrix
+    Rows = Weight | TurnedMatrix
 
 _REMEDY = "make or download the file again"
 _FLOATS = (TensorType.F32, TensorType.F16, TensorType.BF16)
@@ -120,12 +121,12 @@ class GgufModel:
         order = stored_order.argsort()
         return tensor.select(order) if isinstance(tensor, QuantisedMatrix) else tensor[order]
 
-    def neuron_rows(self, layer: int, role: str) -> "Weight":
-        """``gate``, ``up`` or ``down`` of *layer* by neuron, [neurons, hidden]; as stored, unless down must be turned."""
+    def neuron_rows(self, layer: int, role: str) -> "Rows":
+        """``gate``, ``up`` or ``down`` of *layer* by neuron, [neurons, hidden]; as stored, but for a down that is turned."""
         if role != "down.weight":
             return self.layer(layer, role)
         tensor = self._read(self._name(layer, role))
-        return tensor if self.magic == "PWRI" else dense(tensor).T
+        return tensor if self.magic == "PWRI" else tensor.T
 
     def predictor(self, layer: int) -> "tuple[Weight, Weight]":
         """``fc1`` [r, hidden] and ``fc2`` [neurons, r] of *layer*."""

@@ -52,12 +52,49 @@ class QuantisedMatrix:
         """Rows by a tensor of indices, as a tensor of values would give them."""
         return self.select(order.numpy())
 
+    @property
+    def T(self) -> "TurnedMatrix":
+        """Rows and columns exchanged, as of a tensor of values; nothing is computed yet."""
+        return TurnedMatrix(self)
 
-def dense(tensor: "torch.Tensor | QuantisedMatrix", dtype: "torch.dtype | None" = None) -> "torch.Tensor":
+
+@dataclass(frozen=True, eq=False)
+class TurnedMatrix:
+    """The transpose of ``stored``: its blocks run down the columns, so that rows exist as floating point alone."""
+
+    stored: QuantisedMatrix
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        rows, columns = self.stored.shape
+        return columns, rows
+
+    def dequantise(self, dtype: "torch.dtype") -> "torch.Tensor":
+        """The values [rows, columns] in *dtype*."""
+        return self.stored.dequantise(dtype).T
+
+    def __getitem__(self, order: "torch.Tensor") -> "torch.Tensor":
+        """Rows by a tensor of indices, float32."""
+        import torch
+
+        return self.dequantise(torch.float32)[order]
+
+
+def not_finite() -> GgufError:
+    """What a matrix is refused with that has an infinity or a NaN."""
+    return GgufError("a weight is not finite and cannot be quantised: use an undamaged model")
+
+
+def dense(
+    tensor: "torch.Tensor | QuantisedMatrix | TurnedMatrix", dtype: "torch.dtype | None" = None
+) -> "torch.Tensor":
     """*tensor* as floating point, in *dtype* or, without one, as stored (float32 for blocks)."""
     import torch
 
-    if isinstance(tensor, QuantisedMatrix):
+    if isinstance(tensor, QuantisedMatrix | TurnedMatrix):
         return tensor.dequantise(dtype or torch.float32)
     return tensor if dtype is None else tensor.to(dtype)
 
@@ -80,7 +117,7 @@ def quantise(matrix: "torch.Tensor", tensor_type: TensorType) -> np.ndarray:
     for first, end in _row_blocks(rows, columns):
         values = matrix[first:end].float().contiguous()
         if not values.isfinite().all():
-            raise GgufError("a weight is not finite and cannot be quantised: use an undamaged model")
+            raise not_finite()
         blocks[first:end] = gguf.quants.quantize(values.numpy(), kind)
     return blocks
 

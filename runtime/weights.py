@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from pi_toolkit.predictor_training.predictor_file import PredictorSet
 from pi_toolkit.profiler.checkpoint import Checkpoint
-from pi_toolkit.profiler.quantisation import QuantisedMatrix
+from pi_toolkit.profiler.quantisation import QuantisedMatrix, TurnedMatrix
 
 from .kernels.native import multiply
 from .kernels.packed_matrix import Kind, PackedMatrix, allocate, fill, pack, row_bytes
@@ -20,6 +20,8 @@ from .tier_plan import TierPlan
 
 if TYPE_CHECKING:
     import torch
+
+    Rows = torch.Tensor | QuantisedMatrix | TurnedMatrix
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,13 +124,13 @@ class _Loader:
     kind: Kind
     overlaps: "dict[torch.device, Overlap]"  # of the GPUs that hold attention
 
-    def matrix(self, source: "torch.Tensor | QuantisedMatrix", device: "torch.device") -> PackedMatrix:
+    def matrix(self, source: "Rows", device: "torch.device") -> PackedMatrix:
         """*source* as a matrix of its own; blocks stay of their type in a model of blocks, whichever the others have."""
         if isinstance(source, QuantisedMatrix) and self.kind in ("q8_0", "q4_0"):
             return pack(source, source.kind, device)
         return pack(source, self.kind, device)
 
-    def precise(self, source: "torch.Tensor | QuantisedMatrix", device: "torch.device") -> PackedMatrix:
+    def precise(self, source: "Rows", device: "torch.device") -> PackedMatrix:
         """Output head, learned positions and predictors: in a model of q4_0 they are q8_0, unless they come as q4_0.
 
         With a head of four bits the perplexity of a file by PowerInfer moves by 1.8 %, with predictors of four bits that of
@@ -196,7 +198,7 @@ class _Loader:
         checkpoint, shape = self.checkpoint, self.checkpoint.shape
         length, activation = row_bytes(self.kind, shape.hidden_size), shape.known_activation()
 
-        def rows(role: str) -> "torch.Tensor | QuantisedMatrix":
+        def rows(role: str) -> "Rows":
             source = checkpoint.neuron_rows(layer, role)
             if len(ids) == shape.ffn_sizes[layer]:  # all of them, in order
                 return source

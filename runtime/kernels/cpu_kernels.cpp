@@ -7,7 +7,7 @@
 #include "decode_step_cpu.h"
 #include "host_task_cpu.h"
 #include "matrix_product_cpu.h"
-#include "pack_blocks_cpu.h"
+#include "pack_weights_cpu.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -47,9 +47,11 @@ class Kernels {
         ffn_.run(pool_, *kernels_, neurons, pi::Mode(mode), pointer<const float>(x), candidates, pointer<float>(y));
     }
 
-    void pack_blocks(int type, uintptr_t blocks, int64_t rows, int64_t columns, uintptr_t packed, int64_t stride_bytes) {
-        pi::pack_blocks(pool_, pi::WeightType(type), pointer<const uint8_t>(blocks), rows, columns, pointer<uint8_t>(packed),
-                        stride_bytes);
+    bool pack_weights(int stored_type, uintptr_t data, int64_t stored_stride_bytes, bool turned, int64_t rows, int64_t columns,
+                      int type, uintptr_t packed, int64_t stride_bytes) {
+        const pi::StoredMatrix stored = {pi::WeightType(stored_type), pointer<const uint8_t>(data), stored_stride_bytes, turned};
+        return pi::pack_weights(pool_, *kernels_, stored, rows, columns, pi::WeightType(type), pointer<uint8_t>(packed),
+                                stride_bytes);
     }
 
     pi::HostTask host_task(const pi::Neurons& neurons, int mode, uintptr_t x, uintptr_t scores, float threshold, uintptr_t y,
@@ -146,7 +148,7 @@ NB_MODULE(cpu_kernels, m) {
         .def("multiply_tokens", &Kernels::multiply_tokens, nb::call_guard<nb::gil_scoped_release>())
         .def("sparse_ffn", &Kernels::sparse_ffn, nb::call_guard<nb::gil_scoped_release>())
         .def("host_task", &Kernels::host_task, nb::keep_alive<0, 1>())
-        .def("pack_blocks", &Kernels::pack_blocks, nb::call_guard<nb::gil_scoped_release>())
+        .def("pack_weights", &Kernels::pack_weights, nb::call_guard<nb::gil_scoped_release>())
         .def("add_row", &Kernels::add_row)
         .def_prop_ro("instruction_set", &Kernels::instruction_set)
         .def_prop_ro("threads", &Kernels::threads);

@@ -10,17 +10,28 @@ rows as a strided tensor (F32, BF16) or in tiles that are converted on the way (
 """
 
 import mmap
+import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from pi_toolkit.profiler.quantisation import QuantisedMatrix
+from pi_toolkit.profiler.gguf_types import TensorType, tensor_bytes
+from pi_toolkit.profiler.quantisation import (
+    QuantisedKind,
+    QuantisedMatrix,
+    TurnedMatrix,
+    dense,
+    not_finite,
+    quantise,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     import torch
+
+    Rows = torch.Tensor | QuantisedMatrix | TurnedMatrix
 
 Kind = Literal["float32", "bfloat16", "float16", "q8_0", "q4_0"]
 KINDS: tuple[Kind, ...] = ("float32", "bfloat16", "float16", "q8_0", "q4_0")  # in the order of row_kernels.h
@@ -129,44 +140,89 @@ def allocate(rows: int, bytes_per_row: int, device: "torch.device") -> "torch.Te
     return torch.frombuffer(memory, dtype=torch.uint8, count=size).view(rows, bytes_per_row)
 
 
-def fill(target: "torch.Tensor", kind: Kind, source: "torch.Tensor | QuantisedMatrix") -> PackedMatrix:
-    """Pack *source* [rows, columns] into *target*, uint8 [rows, at least row_bytes], tile by tile.
+def fill(target: "torch.Tensor", kind: Kind, source: "Rows") -> PackedMatrix:
+    """Pack *source* [rows, columns] into *target*, uint8 [rows, at least row_bytes]; natively where that is possible.
 
-    Floating point that is to become blocks is quantised; blocks of one type become another by way of float32.
+    Floating point that is to become blocks is quantised; blocks of one type become another, and turned ones blocks of
+    rows, by way of float32. Raises ``GgufError`` for values that are not finite and rows that are no whole blocks.
     """
     import torch
 
+    from .native import kernels
+
     rows, columns = source.shape
     target = target[:, : row_bytes(kind, columns)]
-    for first, end in row_tiles(rows, columns):
-        tile = source.rows(first, end) if isinstance(source, QuantisedMatrix) else source[first:end]
-        if kind == "q8_0" or kind == "q4_0":
-            _pack_into(target[first:end], _as_blocks(tile, kind))
+    packed = PackedMatrix(kind, columns, target)
+    native = kernels(torch.get_num_threads()) if target.device.type == "cpu" else None
+    if native is None:
+        fill_plainly(packed, source)
+        return packed
+    if kind == "q8_0" or kind == "q4_0":
+        tensor_bytes((columns,), TensorType[kind.upper()])
+    stored = _Stored.of(source)
+    where = (stored.data.data_ptr(), stored.data.stride(0) * stored.data.itemsize, stored.turned)
+    if not native.pack_weights(
+        KINDS.index(stored.kind), *where, rows, columns, KINDS.index(kind), target.data_ptr(), target.stride(0)
+    ):
+        raise not_finite()
+    return packed
+
+
+def fill_plainly(packed: PackedMatrix, source: "Rows") -> None:
+    """:func:`fill` in torch, tile by tile."""
+    import torch
+
+    values = source.dequantise(torch.float32) if isinstance(source, TurnedMatrix) else source
+    for first, end in row_tiles(packed.rows, packed.columns):
+        tile = values.rows(first, end) if isinstance(values, QuantisedMatrix) else values[first:end]
+        if packed.kind == "q8_0" or packed.kind == "q4_0":
+            packed.data[first:end] = _pack(_as_blocks(tile, packed.kind), packed.columns)
         else:
-            target.view(getattr(torch, kind))[first:end] = _as_float(tile)
-    return PackedMatrix(kind, columns, target)
+            packed.data.view(getattr(torch, packed.kind))[first:end] = dense(tile)
 
 
-def pack(source: "torch.Tensor | QuantisedMatrix", kind: Kind, device: "torch.device") -> PackedMatrix:
+@dataclass(frozen=True)
+class _Stored:
+    """A matrix in memory as the native kernels describe it: ``data`` [rows or, where it is turned, columns, …]."""
+
+    kind: Kind
+    data: "torch.Tensor"
+    turned: bool
+
+    @classmethod
+    def of(cls, source: "Rows") -> "_Stored":
+        """A view of *source*, or a copy where its values have gaps between them or are of a type of their own."""
+        if isinstance(source, TurnedMatrix):
+            return cls(source.stored.kind, _bytes(source.stored.blocks), True)
+        if isinstance(source, QuantisedMatrix):
+            return cls(source.kind, _bytes(source.blocks), False)
+        name = str(source.dtype).removeprefix("torch.")
+        kind = next((kind for kind in KINDS if kind == name), None)
+        if kind is None:
+            return cls.of(source.float())
+        if source.stride(1) == 1:
+            return cls(kind, source, False)
+        return cls(kind, source.T, True) if source.stride(0) == 1 else cls(kind, source.contiguous(), False)
+
+
+def _bytes(blocks: np.ndarray) -> "torch.Tensor":
+    import torch
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given NumPy array is not writable")
+        return torch.from_numpy(blocks)
+
+
+def pack(source: "Rows", kind: Kind, device: "torch.device") -> PackedMatrix:
     """*source* [rows, columns] as a matrix of its own on *device*."""
     rows, columns = source.shape
     return fill(allocate(rows, row_bytes(kind, columns), device), kind, source)
 
 
-def _as_float(tile: "torch.Tensor | QuantisedMatrix") -> "torch.Tensor":
-    import torch
-
-    return tile.dequantise(torch.float32) if isinstance(tile, QuantisedMatrix) else tile
-
-
-def _as_blocks(tile: "torch.Tensor | QuantisedMatrix", kind: Literal["q8_0", "q4_0"]) -> QuantisedMatrix:
-    from pi_toolkit.profiler.gguf_container import TensorType
-    from pi_toolkit.profiler.quantisation import quantise
-
+def _as_blocks(tile: "torch.Tensor | QuantisedMatrix", kind: QuantisedKind) -> QuantisedMatrix:
     if isinstance(tile, QuantisedMatrix) and tile.kind == kind:
         return tile
-    rows, columns = tile.shape
-    return QuantisedMatrix(kind, (rows, columns), quantise(_as_float(tile), TensorType[kind.upper()]))
+    return QuantisedMatrix(kind, (len(tile), tile.shape[1]), quantise(dense(tile), TensorType[kind.upper()]))
 
 
 def _dtype(kind: str) -> "torch.dtype | None":
@@ -182,21 +238,6 @@ def _padded(count: int, multiple: int) -> int:
 
 def _scales_bytes(columns: int) -> int:
     return _padded(_padded(columns, GROUP) // BLOCK * 2, LINE)
-
-
-def _pack_into(target: "torch.Tensor", matrix: QuantisedMatrix) -> None:
-    """Write packed rows to *target*; natively where that is possible."""
-    import torch
-
-    from .native import kernels
-
-    rows, columns = matrix.shape
-    native = kernels(torch.get_num_threads()) if target.device.type == "cpu" else None
-    if native is None:
-        target[:] = _pack(matrix, columns)
-        return
-    blocks, number = np.ascontiguousarray(matrix.blocks), KINDS.index(matrix.kind)
-    native.pack_blocks(number, blocks.ctypes.data, rows, columns, target.data_ptr(), target.stride(0))
 
 
 def _pack(matrix: QuantisedMatrix, columns: int) -> "torch.Tensor":

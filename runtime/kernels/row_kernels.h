@@ -33,6 +33,10 @@ using Axpy = void (*)(float* y, float a, const uint8_t* row, int64_t columns, co
 using Store = void (*)(const float* x, int64_t columns, uint8_t* row);  // F32, BF16 and F16, rounded to nearest
 using Quantise = void (*)(const float* x, int64_t columns, int8_t* quants, float* scales, float* offsets);
 
+// GROUP values to what a packed row of blocks holds of them: quants, and the F16 scales of the first `blocks` blocks. The bytes
+// are those of llama.cpp's reference quantiser. Returns false unless all values are finite.
+using Encode = bool (*)(const float* x, int64_t blocks, uint8_t* scales, uint8_t* quants);
+
 // values[0..count-1] = columns first..first+count-1 of a row of `columns`; for block types `first` is a multiple of GROUP.
 using Unpack = void (*)(const uint8_t* row, int64_t columns, int64_t first, int64_t count, float* values);
 
@@ -48,6 +52,7 @@ struct RowKernels {
     Axpy axpy[WEIGHT_TYPES];
     Store store[3];
     Quantise quantise;
+    Encode encode[2];  // Q8_0 and Q4_0
     Unpack unpack[WEIGHT_TYPES];
     Tile tile;
 };

@@ -173,6 +173,7 @@ const RowKernels AVX2_ROW_KERNELS = {
     {axpy_float<WeightType::F32>, axpy_float<WeightType::BF16>, axpy_float<WeightType::F16>, axpy_q8, axpy_q4},
     {store_row<WeightType::F32>, store_row<WeightType::BF16>, store_half},
     quantise_blocks,
+    {encode_group<WeightType::Q8_0>, encode_group<WeightType::Q4_0>},
     {unpack_row<WeightType::F32>, unpack_row<WeightType::BF16>, unpack_half, unpack_row<WeightType::Q8_0>,
      unpack_row<WeightType::Q4_0>},
     tile,

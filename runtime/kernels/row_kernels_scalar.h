@@ -88,5 +88,45 @@ void quantise_blocks(const float* x, int64_t columns, int8_t* quants, float* sca
     }
 }
 
+template <WeightType type>
+bool encode_group(const float* x, int64_t blocks, uint8_t* scales, uint8_t* quants) {
+    constexpr bool nibbles = type == WeightType::Q4_0;
+    constexpr uint32_t magnitude = 0x7fffffff, infinity = 0x7f800000;
+    float scaled[GROUP];
+    uint32_t largest_of_all = 0;
+    for (int64_t b = 0; b < GROUP / BLOCK; ++b) {
+        const float* block = x + b * BLOCK;
+        uint32_t bits[BLOCK], largest = 0, first = BLOCK;
+        std::memcpy(bits, block, sizeof bits);
+        for (uint32_t i = 0; i < BLOCK; ++i) largest = std::max(largest, bits[i] & magnitude);
+        for (uint32_t i = 0; i < BLOCK; ++i) first = std::min(first, (bits[i] & magnitude) == largest ? i : uint32_t(BLOCK));
+        largest_of_all = std::max(largest_of_all, largest);
+        const float scale = nibbles ? block[first] / -8.0f : std::fabs(block[first]) / 127.0f;
+        const float inverse = scale == 0 ? 0.0f : 1.0f / scale;
+        // Of numbers below 2^-128, whose scale has no inverse, the reference makes quants of zero.
+        const bool usable = std::fabs(inverse) <= 3.402823466e38f;
+        if (b < blocks) {
+            const uint16_t half = float_to_half(scale);
+            std::memcpy(scales + 2 * b, &half, 2);
+        }
+        for (int64_t i = 0; i < BLOCK; ++i) scaled[b * BLOCK + i] = usable ? block[i] * inverse : (nibbles ? -8.5f : 0.0f);
+    }
+    // The reference rounds each product before it adds to it, and a compiler that sees both fuses them.
+    __asm__ volatile("" : : "r"(scaled) : "memory");
+    if (largest_of_all >= infinity) return false;
+    if constexpr (nibbles) {
+        uint8_t values[GROUP];
+        for (int64_t i = 0; i < GROUP; ++i) values[i] = uint8_t(std::min(15, int(scaled[i] + 8.5f)));
+        for (int64_t i = 0; i < LINE; ++i) quants[i] = uint8_t(values[i] | values[LINE + i] << 4);
+    } else {
+        for (int64_t i = 0; i < GROUP; ++i) {
+            const float size = std::fabs(scaled[i]);
+            const int whole = int(size), rounded = whole + (size - float(whole) >= 0.5f);
+            quants[i] = uint8_t(scaled[i] < 0 ? -rounded : rounded);
+        }
+    }
+    return true;
+}
+
 }  // namespace
 }  // namespace pi

@@ -35,7 +35,7 @@ class ThreadPool {
 
     int threads() const { return int(workers_.size()) + 1; }
 
-    // Calls body(chunk) for every chunk in 0..chunks-1, on the pool's threads and this one; returns when all are done.
+    // Calls body(chunk) for every chunk in 0..chunks-1, lowest first, on the pool's threads and this one; returns when all are done.
     // One caller at a time.
     template <typename Body>
     void run(int64_t chunks, const Body& body) {
@@ -45,6 +45,7 @@ class ThreadPool {
         }
         call_ = [](const void* context, int64_t chunk) { (*static_cast<const Body*>(context))(chunk); };
         context_ = &body;
+        chunks_ = chunks;
         done_.store(0, std::memory_order_relaxed);
         const uint64_t job = jobs_.load(std::memory_order_relaxed) + 1;
         tickets_.store(job << 32 | uint64_t(chunks), std::memory_order_release);
@@ -77,13 +78,13 @@ class ThreadPool {
     }
 
     // A ticket is the job's number and how many of its chunks nobody has taken. Whoever takes one by compare and exchange
-    // knows that the job is still running, since that chunk is missing, and so that call_ and context_ are this job's; a
+    // knows that the job is still running, since that chunk is missing, and so that call_, context_ and chunks_ are this job's; a
     // thread that comes late finds no chunk left or those of the next job, and never a mixture.
     void take_chunks() {
         uint64_t ticket = tickets_.load(std::memory_order_acquire);
         while (uint32_t(ticket)) {
             if (!tickets_.compare_exchange_weak(ticket, ticket - 1, std::memory_order_acq_rel)) continue;
-            call_(context_, int64_t(uint32_t(ticket)) - 1);
+            call_(context_, chunks_ - int64_t(uint32_t(ticket)));
             done_.fetch_add(1, std::memory_order_release);
             ticket = tickets_.load(std::memory_order_acquire);
         }
@@ -113,6 +114,7 @@ class ThreadPool {
     std::atomic<bool> stop_{false};
     void (*call_)(const void*, int64_t) = nullptr;
     const void* context_ = nullptr;
+    int64_t chunks_ = 0;
 };
 
 }  // namespace pi
