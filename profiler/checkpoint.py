@@ -92,6 +92,11 @@ class Checkpoint:
         self._family = FAMILIES[self.shape.family]
         self._tensors = _open_weight_files(directory)
 
+    @property
+    def files(self) -> list[Path]:
+        """The files that hold the weights."""
+        return _weight_files(self.directory)
+
     def shared(self, role: str) -> "torch.Tensor":
         """A tensor outside the layers; the tied output head is the embedding."""
         if role == "head.weight" and self.shape.tied_embeddings:
@@ -177,13 +182,18 @@ def _hash_tensor(digest: Any, role: str, tensor: "torch.Tensor") -> None:
 
 
 def _open_weight_files(directory: Path) -> "dict[str, torch.Tensor]":
+    files = _weight_files(directory)
+    tensors: dict[str, torch.Tensor] = {}
+    for file in files:
+        tensors |= _open_safetensors(file) if file.suffix == ".safetensors" else _open_bin(file)
+    _check_index(directory, files[0].suffix, tensors)
+    return tensors
+
+
+def _weight_files(directory: Path) -> list[Path]:
     for pattern in _FILE_PATTERNS:
         if files := sorted(directory.glob(pattern)):
-            tensors: dict[str, torch.Tensor] = {}
-            for file in files:
-                tensors |= _open_safetensors(file) if file.suffix == ".safetensors" else _open_bin(file)
-            _check_index(directory, files[0].suffix, tensors)
-            return tensors
+            return files
     raise CheckpointError(
         f"{str(directory)!r} has no model*.safetensors or pytorch_model*.bin: download the model's weights into it"
     )

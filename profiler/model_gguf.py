@@ -78,6 +78,11 @@ class GgufModel:
         return self.path
 
     @property
+    def files(self) -> list[Path]:
+        """The file that holds the weights."""
+        return [self.path]
+
+    @property
     def name(self) -> str:
         """``general.name``, or the file's without its endings."""
         stated = self.file.key_values.get("general.name")

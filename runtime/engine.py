@@ -21,6 +21,7 @@ from pi_toolkit.solver.memory import DEFAULT_CONTEXT, unit_bytes
 from .decoder import Decoder
 from .kernels.sparse_ffn_reference import Mode
 from .model_gguf_predictors import predictors_of
+from .read_ahead import read_ahead
 from .tier_plan import TierPlan, all_cold, from_index
 from .weight_kind import choose_kind
 from .weights import load_weights
@@ -79,8 +80,10 @@ def open_engine(workspace: Workspace, options: EngineOptions) -> Engine:
     hot, cold = resolve_device(options.device), torch.device("cpu")
     plan = from_index(index, hot, cold) if index else all_cold(shape, hot, cold)
     checkpoint = open_checkpoint(workspace, record, options.model)
+    read_ahead(checkpoint.files)
     kind = choose_kind(options.dtype, index, hot, checkpoint)
-    tokenizer = load_tokenizer(checkpoint.directory, shape.vocabulary_size)
+    file = checkpoint if isinstance(checkpoint, GgufModel) else None
+    tokenizer = file.tokenizer() if file else load_tokenizer(checkpoint.directory, shape.vocabulary_size)
     if index and hot.type == "cpu":
         note(
             f"no GPU in use: both tiers are on the CPU ({percent(plan.hot_share(shape))} of the neurons on the hot one)"
@@ -92,7 +95,7 @@ def open_engine(workspace: Workspace, options: EngineOptions) -> Engine:
     with progress_bar("loading", shape.num_layers, "layers") as progress:
         weights = load_weights(checkpoint, plan, predictors, kind, progress.advance)
     decoder = Decoder(shape, weights, options.slots, context, mode, options.threads)
-    return Engine(record, decoder, tokenizer, plan, read_end_ids(checkpoint.directory))
+    return Engine(record, decoder, tokenizer, plan, file.end_ids() if file else read_end_ids(checkpoint.directory))
 
 
 def choose_mode(workspace: Workspace, record: ModelRecord, wanted: Mode | None) -> tuple[PredictorSet | None, Mode]:

@@ -97,3 +97,13 @@ def test_rows_of_a_quantised_matrix():
     assert torch.equal(matrix.select(order.numpy()).dequantise(torch.float32), whole[order])
     assert dense(matrix, torch.bfloat16).dtype == torch.bfloat16
     assert dense(values) is values
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_a_turned_matrix_has_the_values_of_the_transpose(kind):
+    """Rows taken for columns where the blocks run the other way."""
+    matrix = QuantisedMatrix(kind.name.lower(), (6, 64), quantise(torch.randn(6, 64), kind))
+    turned, values = matrix.T, matrix.dequantise(torch.float32).T
+    assert (turned.shape, len(turned)) == ((64, 6), 64)
+    assert torch.equal(dense(turned), values)
+    assert torch.equal(turned[torch.tensor([63, 0])], values[[63, 0]])

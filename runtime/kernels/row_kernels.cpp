@@ -2,6 +2,10 @@
 
 #include "row_kernels.h"
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
 #include <cstdlib>
 #include <cstring>
 #include <stdexcept>
@@ -14,12 +18,20 @@ struct Supported {
     bool here;
 };
 
+#if defined(__x86_64__)
+// clang 14's __builtin_cpu_supports does not know "f16c".
+bool converts_halves() {
+    unsigned a, b, c, d;
+    return __get_cpuid(1, &a, &b, &c, &d) && c & bit_F16C;
+}
+#endif
+
 }  // namespace
 
 const RowKernels* choose_row_kernels() {
 #if defined(__x86_64__)
     __builtin_cpu_init();
-    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && converts_halves();
     const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
     const Supported fastest_first[] = {{&AVX512_VNNI_ROW_KERNELS, avx512 && __builtin_cpu_supports("avx512vnni")},

@@ -9,6 +9,7 @@
 
 #include "decode_step_cpu.h"
 #include "matrix_product_cpu.h"
+#include "pack_weights_cpu.h"
 
 using namespace pi;
 
@@ -128,6 +129,33 @@ void check_tokens(const RowKernels& kernels, WeightType type, int64_t rows, int6
     }
 }
 
+// Into rows of blocks and floats from rows and from columns of every type, in buffers of exactly the bytes there are.
+void check_packing(const RowKernels& kernels, WeightType from, WeightType to, int64_t rows, int64_t columns, bool turned) {
+    const int64_t stored_rows = turned ? columns : rows, stored_columns = turned ? rows : columns;
+    const int64_t block = from == WeightType::Q8_0 ? 34 : 18;
+    const int64_t stride = is_block_type(from) ? stored_columns / BLOCK * block : packed_row_bytes(from, stored_columns);
+    std::vector<uint8_t> bytes(stored_rows * stride);
+    for (int64_t r = 0; r < stored_rows; ++r) {
+        uint8_t* row = bytes.data() + r * stride;
+        if (!is_block_type(from)) {
+            PORTABLE_ROW_KERNELS.store[int(from)](draw(stored_columns).data(), stored_columns, row);
+            continue;
+        }
+        for (int64_t i = 0; i < stride; ++i) row[i] = uint8_t(generator());
+        for (int64_t i = 0; i < stride; i += block) {
+            const uint16_t scale = float_to_half(0.01f);
+            std::memcpy(row + i, &scale, 2);
+        }
+    }
+    const StoredMatrix stored = {from, bytes.data(), stride, turned};
+    const int64_t length = packed_row_bytes(to, columns);
+    std::vector<uint8_t> one(rows * length, 1), many(rows * length, 2);
+    ThreadPool alone(1), pool(3);
+    expect(pack_weights(alone, PORTABLE_ROW_KERNELS, stored, rows, columns, to, one.data(), length), "not finite", "portable");
+    expect(pack_weights(pool, kernels, stored, rows, columns, to, many.data(), length), "not finite", kernels.name);
+    expect(one == many, "packed rows", kernels.name);
+}
+
 void check_thread_pool() {
     ThreadPool pool(4);
     for (int64_t job = 0; job < 3000; ++job) {
@@ -201,6 +229,8 @@ int main() {
                 for (int64_t columns : {1, 7, 17, 33, 100}) check_rows(*kernels, WeightType(type), columns);
             for (int64_t tokens : {16, 32, 48, 112}) check_tokens(*kernels, WeightType(type), 37, 160, tokens);
             check_tokens(*kernels, WeightType(type), 300, 32, 16);
+            for (int to = 0; to < WEIGHT_TYPES; ++to)
+                for (bool turned : {false, true}) check_packing(*kernels, WeightType(type), WeightType(to), 288, 288, turned);
             for (int64_t count : {1, 3, 77})
                 for (bool gated : {true, false})
                     for (Activation activation :

@@ -1,0 +1,41 @@
+"""Model files into the page cache while other things are done: loading waits for a disk only as long as reading it takes."""
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+PIECE_BYTES = 2**22
+
+
+def read_ahead(files: Sequence[Path]) -> threading.Thread | None:
+    """Start to read *files* from beginning to end, on a thread of its own that nobody has to wait for.
+
+    None where the memory has no room for them beside the weights that are made of them: what is read would leave the
+    cache before it is wanted.
+    """
+    available = _available_bytes()
+    if available is None or 2 * sum(file.stat().st_size for file in files) > available:
+        return None
+    thread = threading.Thread(target=_read, args=(files,), name="read ahead", daemon=True)
+    thread.start()
+    return thread
+
+
+def _read(files: Sequence[Path]) -> None:
+    piece = bytearray(PIECE_BYTES)
+    for path in files:
+        try:
+            with path.open("rb", buffering=0) as file:
+                while file.readinto(piece):
+                    pass
+        except OSError:  # whoever wants the file says so
+            return
+
+
+def _available_bytes() -> int | None:
+    """What programs can have without swapping; None where the system does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text("ascii").splitlines()
+        return next(int(line.split()[1]) * 2**10 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration, ValueError):
+        return None

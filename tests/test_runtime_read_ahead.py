@@ -1,0 +1,32 @@
+"""Reading ahead helps or does nothing; it never speaks up."""
+
+from pathlib import Path
+
+import pytest
+
+from pi_toolkit.runtime import read_ahead as module
+from pi_toolkit.runtime.read_ahead import read_ahead
+
+
+def test_files_are_read_to_their_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that never ends, or dies of a file that is gone meanwhile."""
+    monkeypatch.setattr(module, "PIECE_BYTES", 7)
+    file, gone = tmp_path / "a", tmp_path / "b"
+    file.write_bytes(bytes(100))
+    gone.write_bytes(b"x")
+    for files in ([file], [file, gone], []):
+        thread = read_ahead(files)
+        assert thread is not None
+        gone.unlink(missing_ok=True)
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("available", [None, 199])
+def test_nothing_is_read_that_would_not_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, available: int | None
+) -> None:
+    """Everything read twice, on machines that the model just fits into."""
+    monkeypatch.setattr(module, "_available_bytes", lambda: available)
+    (tmp_path / "a").write_bytes(bytes(100))
+    assert read_ahead([tmp_path / "a"]) is None
