@@ -10,11 +10,15 @@ PIECE_BYTES = 2**22
 def read_ahead(files: Sequence[Path]) -> threading.Thread | None:
     """Start to read *files* from beginning to end, on a thread of its own that nobody has to wait for.
 
-    None where the memory has no room for them beside the weights that are made of them: what is read would leave the
-    cache before it is wanted.
+    None where one cannot be read, which whoever wants it says, and where the memory has no room for them beside the
+    weights that are made of them: what is read would leave the cache before it is wanted.
     """
+    try:
+        num_bytes = sum(file.stat().st_size for file in files)
+    except OSError:
+        return None
     available = _available_bytes()
-    if available is None or 2 * sum(file.stat().st_size for file in files) > available:
+    if available is None or 2 * num_bytes > available:
         return None
     thread = threading.Thread(target=_read, args=(files,), name="read ahead", daemon=True)
     thread.start()
@@ -28,7 +32,7 @@ def _read(files: Sequence[Path]) -> None:
             with path.open("rb", buffering=0) as file:
                 while file.readinto(piece):
                     pass
-        except OSError:  # whoever wants the file says so
+        except OSError:
             return
 
 
