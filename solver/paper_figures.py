@@ -4,9 +4,9 @@ Two rows fit the two constants; every other row is a test of the model. Speeds o
 Where a bar could only be read as a range, errors are against its middle.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from itertools import combinations
 
 import numpy as np
@@ -15,11 +15,10 @@ from pi_toolkit.profiler.hardware import read_hardware
 
 from .simulated_model import SimulatedModel, model_facts, simulated_model
 from .simulated_systems import System, unit_devices
-from .simulation import FITTED, FittedConstants, SimulatedSpeed, predict
-from .token_time import UnitDevices
+from .simulation import FITTED, FittedConstants, ReadTimes, SimulatedSpeed, read_times
 
 PC_HIGH, PC_LOW, A100 = "rtx4090-i9-13900k", "rtx2080ti-i7-12700k", "a100-80gb-epyc-7742"
-PROMPT_TOKENS = 64  # the paper's inputs have 8 to 128
+PROMPT_TOKENS, LONGEST_OUTPUT = 64, 512  # the paper's inputs have 8 to 128 tokens
 READING_ERROR = 0.1  # of a figure's label, tokens per second
 _LOWEST_SHARE, _HIGHEST_SHARE, _STEPS = 0.01, 1.0, 30
 
@@ -38,7 +37,6 @@ class PublishedSpeed:
     low: float
     high: float
     baseline: System | None = None
-    prompt_tokens: int = PROMPT_TOKENS
     fitted: bool = False
 
     @property
@@ -110,31 +108,29 @@ PUBLISHED: tuple[PublishedSpeed, ...] = (
 )
 
 
-@cache
+@lru_cache(maxsize=1)  # tens of megabytes each; the rows of one model follow each other
 def _model(name: str, dtype: str, context: int) -> SimulatedModel:
     return simulated_model(model_facts(name), dtype, context)
 
 
 @cache
-def _devices(name: str, dtype: str, context: int, system: System, hardware: str) -> UnitDevices:
-    return unit_devices(_model(name, dtype, context), system, read_hardware(hardware))[0]
+def _read_times(name: str, dtype: str, context: int, system: System, hardware: str) -> ReadTimes:
+    model, machine = _model(name, dtype, context), read_hardware(hardware)
+    return read_times(model, system, machine, *unit_devices(model, system, machine))
 
 
 def _simulated(row: PublishedSpeed, system: System, constants: FittedConstants) -> SimulatedSpeed:
-    context = row.prompt_tokens + 512
-    devices = _devices(row.model, row.dtype, context, system, row.hardware)
-    model = _model(row.model, row.dtype, context)
-    return predict(model, system, read_hardware(row.hardware), devices, constants=constants)
+    return _read_times(row.model, row.dtype, PROMPT_TOKENS + LONGEST_OUTPUT, system, row.hardware).speed(constants)
 
 
 def _speed(row: PublishedSpeed, system: System, constants: FittedConstants) -> float:
     return _simulated(row, system, constants).tokens_per_second_with_prompt(row.output_tokens)
 
 
-def compare(constants: FittedConstants = FITTED) -> list[ComparedSpeed]:
-    """Every published figure beside the predicted one."""
+def compare(constants: FittedConstants = FITTED, rows: Iterable[PublishedSpeed] = PUBLISHED) -> list[ComparedSpeed]:
+    """Published figures beside the predicted ones."""
     compared = []
-    for row in PUBLISHED:
+    for row in rows:
         speed = _speed(row, row.system, constants)
         compared.append(ComparedSpeed(row, speed / _speed(row, row.baseline, constants) if row.baseline else speed))
     return compared

@@ -146,7 +146,7 @@ def _print_speeds(
             "predictors": milliseconds("predictor"),
             "sync": milliseconds("sync"),
             "overhead": milliseconds("overhead"),
-            "FFN on GPU": [percent(speed.gpu_share) for speed in speeds.values()],
+            "FFN on GPU": [percent(speed.reads.gpu_share) for speed in speeds.values()],
         }
     )
     parameters = model.shape.num_parameters()
@@ -172,10 +172,10 @@ def _json(
     systems = {
         system: {
             "predicted_tokens_per_second": speed.tokens_per_second,
-            "gap": speed.gap,
+            "gap": speed.reads.gap,
             **speed.parts(),
             "prompt_seconds": speed.prompt_seconds,
-            "gpu_share_of_ffn_reads": speed.gpu_share,
+            "gpu_share_of_ffn_reads": speed.reads.gpu_share,
         }
         for system, speed in speeds.items()
     }

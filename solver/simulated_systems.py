@@ -87,7 +87,7 @@ def _by_program(model: SimulatedModel, hardware: Hardware) -> Placement:
 
 
 def _neuron_devices(shape: ModelShape, placement: Placement) -> list[np.ndarray]:
-    devices = [np.full(neurons, CPU) for neurons in shape.ffn_sizes]
+    devices = [np.full(neurons, CPU, dtype=np.int8) for neurons in shape.ffn_sizes]
     for layer, ids in zip(devices, placement.gpu_neurons, strict=True):
         layer[ids] = 0
     return devices
@@ -122,5 +122,5 @@ def _whole_layers(units: UnitBytes, shape: ModelShape, rooms: Sequence[int]) -> 
             break
         devices[unit], used = gpu, used + num_bytes
     by_layer = devices[:-1]
-    neurons = tuple(np.full(n, device) for n, device in zip(shape.ffn_sizes, by_layer, strict=True))
+    neurons = tuple(np.full(n, device, dtype=np.int8) for n, device in zip(shape.ffn_sizes, by_layer, strict=True))
     return UnitDevices(by_layer, by_layer, int(devices[-1]), neurons)

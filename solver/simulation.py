@@ -21,7 +21,7 @@ from pi_toolkit.profiler.hardware import Hardware
 
 from .simulated_model import SimulatedModel
 from .simulated_systems import DENSE, System, system_reads, system_units, unit_devices
-from .token_time import CPU, Speeds, TokenTime, UnitDevices, speeds_of, token_time
+from .token_time import CPU, TokenTime, UnitDevices, speeds_of, token_time
 
 # Of the CPU's bandwidth, where matrices are read from their first row to their last. q4_0: llama.cpp's tokens per second in
 # F16 and Q4_0 on the same two cores, 30.1 and 67.2, against 2 and 0.5625 bytes a weight. q8_0: our kernel, 33.1 of 40 GB/s.
@@ -40,15 +40,39 @@ FITTED = FittedConstants(overhead_seconds_per_layer=3.952e-4, scattered_read_sha
 
 
 @dataclass(frozen=True)
+class ReadTimes:
+    """What reading takes before the fitted constants have their say.
+
+    ``token`` and ``prompt``: without overhead, all in sequence. ``cpu_density``: float64 [layers], the share that a token
+    reads of the neurons on the CPU; None where they are read from first to last. ``attention_on_gpu``: bool [layers].
+    ``gap``: of the integer program, relative. ``gpu_share``: share of a token's FFN reads that GPUs make.
+    """
+
+    token: TokenTime
+    prompt: TokenTime
+    cpu_density: np.ndarray | None
+    attention_on_gpu: np.ndarray
+    head_on_gpu: bool
+    gap: float
+    gpu_share: float
+
+    def speed(self, constants: FittedConstants = FITTED) -> "SimulatedSpeed":
+        """With overhead, and scattered rows at their price."""
+        overhead = np.full(len(self.attention_on_gpu), constants.overhead_seconds_per_layer)
+        token, prompt = (replace(time, overhead_seconds=overhead) for time in (self.token, self.prompt))
+        if self.cpu_density is not None:
+            price = (1 - self.cpu_density) / constants.scattered_read_share + self.cpu_density
+            token = replace(token, cpu_seconds=token.cpu_seconds * price)
+        return SimulatedSpeed(token, prompt.total_seconds, self)
+
+
+@dataclass(frozen=True)
 class SimulatedSpeed:
-    """``time``: of one token; ``prompt_seconds``: of the prompt before it; ``gap``: of the integer program, relative;
-    ``gpu_share``: share of the FFN's reads that GPUs make; ``devices``: where everything lies."""
+    """``time``: of one token; ``prompt_seconds``: of the prompt before it."""
 
     time: TokenTime
     prompt_seconds: float
-    gap: float
-    gpu_share: float
-    devices: UnitDevices
+    reads: ReadTimes
 
     @property
     def tokens_per_second(self) -> float:
@@ -61,13 +85,17 @@ class SimulatedSpeed:
     def parts(self) -> dict[str, float]:
         """The seconds of a token by what they go to. What GPU and CPU do at the same time is in both, so
         gpu + cpu − overlapped + predictor + sync + overhead is the token's time."""
-        time, on_gpu = self.time, self.devices.attention != CPU
-        head_on_gpu = self.devices.head != CPU
+        time, on_gpu, head_on_gpu = self.time, self.reads.attention_on_gpu, self.reads.head_on_gpu
+        gpu, cpu = (
+            float(time.attention_seconds[where].sum() + neurons.sum()) + time.head_seconds * head
+            for where, neurons, head in (
+                (on_gpu, time.gpu_seconds, head_on_gpu),
+                (~on_gpu, time.cpu_seconds, not head_on_gpu),
+            )
+        )
         return {
-            "gpu_seconds": float(time.attention_seconds[on_gpu].sum() + time.gpu_seconds.sum())
-            + time.head_seconds * head_on_gpu,
-            "cpu_seconds": float(time.attention_seconds[~on_gpu].sum() + time.cpu_seconds.sum())
-            + time.head_seconds * (not head_on_gpu),
+            "gpu_seconds": gpu,
+            "cpu_seconds": cpu,
             "overlapped_seconds": float(np.minimum(time.gpu_seconds, time.cpu_seconds).sum()),
             "predictor_seconds": float(time.predictor_seconds.sum()),
             "sync_seconds": float(time.sync_seconds.sum()),
@@ -80,45 +108,26 @@ def simulate(
 ) -> SimulatedSpeed:
     """The predicted speed of *model* under *system* on *hardware*; raises ``PlacementError`` where it does not fit."""
     devices, gap = unit_devices(model, system, hardware)
-    return predict(model, system, hardware, devices, gap, constants)
+    return read_times(model, system, hardware, devices, gap).speed(constants)
 
 
-def predict(
-    model: SimulatedModel,
-    system: System,
-    hardware: Hardware,
-    devices: UnitDevices,
-    gap: float = 0.0,
-    constants: FittedConstants = FITTED,
-) -> SimulatedSpeed:
-    """The same for units that lie on *devices*."""
+def read_times(
+    model: SimulatedModel, system: System, hardware: Hardware, devices: UnitDevices, gap: float = 0.0
+) -> ReadTimes:
+    """Of units that lie on *devices*."""
     units, reads = system_units(model, system), system_reads(model, system)
-    speeds = _speeds(model, hardware, constants)
-    time = token_time(units, devices, reads, speeds)
-    if system not in DENSE:
-        time = replace(time, cpu_seconds=time.cpu_seconds * _scattered(reads, devices, constants))
+    unpacking = UNPACKING_SHARE.get(model.dtype, 1.0)
+    speeds = replace(speeds_of(hardware, model.shape.hidden_size), cpu_bandwidth_share=unpacking)
     everything = tuple(np.ones_like(read) for read in reads)
-    on_gpus = sum(float(read[where != CPU].sum()) for read, where in zip(reads, devices.neurons, strict=True))
-    return SimulatedSpeed(
-        time=time,
-        prompt_seconds=token_time(units, devices, everything, speeds).total_seconds,
-        gap=gap,
-        gpu_share=on_gpus / max(sum(float(read.sum()) for read in reads), 1e-12),
-        devices=devices,
-    )
-
-
-def _speeds(model: SimulatedModel, hardware: Hardware, constants: FittedConstants) -> Speeds:
-    speeds = speeds_of(hardware, model.shape.hidden_size)
-    return replace(
-        speeds,
-        overhead_seconds_per_layer=constants.overhead_seconds_per_layer,
-        cpu_bandwidth_share=UNPACKING_SHARE.get(model.dtype, 1.0),
-    )
-
-
-def _scattered(reads: tuple[np.ndarray, ...], devices: UnitDevices, constants: FittedConstants) -> np.ndarray:
-    """Per layer how many times as long the CPU's neurons take as reading the same bytes in sequence."""
     on_cpu = [read[where == CPU] for read, where in zip(reads, devices.neurons, strict=True)]
-    density = np.array([float(read.mean()) if len(read) else 0.0 for read in on_cpu])
-    return (1 - density) / constants.scattered_read_share + density
+    read, read_on_cpu = (sum(float(layer.sum()) for layer in layers) for layers in (reads, on_cpu))
+    density = np.array([float(layer.mean()) if len(layer) else 0.0 for layer in on_cpu])
+    return ReadTimes(
+        token=token_time(units, devices, reads, speeds),
+        prompt=token_time(units, devices, everything, speeds),
+        cpu_density=None if system in DENSE else density,
+        attention_on_gpu=devices.attention != CPU,
+        head_on_gpu=devices.head != CPU,
+        gap=gap,
+        gpu_share=1 - read_on_cpu / read if read else 0.0,
+    )

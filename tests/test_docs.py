@@ -14,6 +14,7 @@ from pi_toolkit.runtime.cli import main as pi_run
 from pi_toolkit.runtime.convert_cli import main as pi_convert
 from pi_toolkit.runtime.eval_cli import main as pi_eval
 from pi_toolkit.solver.cli import main as pi_place
+from pi_toolkit.solver.simulate_cli import main as pi_simulate
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text("utf-8")
@@ -25,6 +26,7 @@ COMMANDS: dict[str, click.Command] = {
     "pi-convert": pi_convert,
     "pi-bench": pi_bench,
     "pi-eval": pi_eval,
+    "pi-simulate": pi_simulate,
 }
 CALLS = re.findall(r"^ *(?:\$ )?(pi-[a-z-]+ .+?)(?:  +#.*)?$", README, flags=re.MULTILINE)
 HELP_CALLS = [

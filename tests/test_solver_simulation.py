@@ -67,7 +67,8 @@ def test_a_layer_by_hand(dtype: str) -> None:
     speed = simulate(simulated, "powerinfer", hardware)
     units = unit_bytes(SHAPE, dtype, 64, 1, simulated.predictor_hidden, "q8_0")
     cpu_speed = hardware.cpu_bytes_per_second * UNPACKING_SHARE.get(dtype, 1.0)
-    for layer, (shares, devices) in enumerate(zip(simulated.firing_shares, speed.devices.neurons, strict=True)):
+    placed, _ = unit_devices(simulated, "powerinfer", hardware)
+    for layer, (shares, devices) in enumerate(zip(simulated.firing_shares, placed.neurons, strict=True)):
         density = shares.mean()
         false_share = 0.4 * density / (1 - density)
         read = {0: [0.0], -1: [0.0]}
@@ -80,7 +81,7 @@ def test_a_layer_by_hand(dtype: str) -> None:
         on_cpu = sum(read[-1]) * units.neuron / cpu_speed * scattered
         assert speed.time.gpu_seconds[layer] == pytest.approx(on_gpu)
         assert speed.time.cpu_seconds[layer] == pytest.approx(on_cpu)
-        attention_speed = gpu.bytes_per_second if speed.devices.attention[layer] == 0 else cpu_speed
+        attention_speed = gpu.bytes_per_second if placed.attention[layer] == 0 else cpu_speed
         assert speed.time.attention_seconds[layer] == pytest.approx(units.attention[layer] / attention_speed)
         assert speed.time.overhead_seconds[layer] == FITTED.overhead_seconds_per_layer
 
@@ -128,7 +129,7 @@ def test_gpu_only_needs_room() -> None:
 def test_without_a_gpu_everything_is_on_the_cpu() -> None:
     """Seconds of a GPU that is not there."""
     speed = simulate(model(), "powerinfer", replace(pc(1.0), gpus=()))
-    assert speed.parts()["gpu_seconds"] == 0 and speed.gpu_share == 0 and speed.parts()["sync_seconds"] == 0
+    assert speed.parts()["gpu_seconds"] == 0 and speed.reads.gpu_share == 0 and speed.parts()["sync_seconds"] == 0
 
 
 @pytest.mark.parametrize("density", [0.02, 0.3, 1.0])
