@@ -113,13 +113,17 @@ def _mean(shares: Sequence[np.ndarray]) -> float:
 def _of_workspace(path: Path) -> ModelFacts:
     from pi_toolkit.predictor_training.predictor_file import read_hidden_sizes
     from pi_toolkit.profiler import activation_stats
+    from pi_toolkit.profiler.model_gguf import GgufModel
     from pi_toolkit.profiler.workspace import Workspace, read_model
 
     workspace = Workspace(path)
     record = read_model(workspace)
     sizes = record.shape.ffn_sizes
     stats = activation_stats.read(workspace.activation, sizes, record.fingerprint)
-    hidden = None
-    if workspace.predictor.exists():
-        hidden = tuple(read_hidden_sizes(workspace.predictor, record.shape.hidden_size, sizes, record.fingerprint))
-    return ModelFacts(record.shape, None, firing_shares(stats.counts, stats.tokens), hidden)
+    hidden: Sequence[int] | None = None
+    if workspace.is_file:
+        hidden = GgufModel(path).predictor_widths()
+    elif workspace.predictor.exists():
+        hidden = read_hidden_sizes(workspace.predictor, record.shape.hidden_size, sizes, record.fingerprint)
+    shares = firing_shares(stats.counts, stats.tokens)
+    return ModelFacts(record.shape, None, shares, tuple(hidden) if hidden else None)

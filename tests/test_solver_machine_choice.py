@@ -55,7 +55,7 @@ def test_a_machine_without_a_gpu_says_so(
     assert resolve_hardware("auto", None) == NO_GPU
     assert "this machine has no GPU: give another with --hardware" in capsys.readouterr().err
     assert resolve_hardware("auto", 24.0).name == "rtx4090-i9-13900k"
-    assert "no GPU here, so speeds are those of rtx4090-i9-13900k (24 GiB)" in capsys.readouterr().err
+    assert "no usable GPU here, so speeds are those of rtx4090-i9-13900k (24 GiB)" in capsys.readouterr().err
     assert runs == ["this-machine"]
 
 
