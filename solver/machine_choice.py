@@ -34,8 +34,8 @@ def resolve_hardware(name: str, vram: float | None) -> Hardware:
     machine = nearest_preset(vram * GIB)
     assert machine.gpu is not None
     note(
-        f"no usable GPU here, so speeds are those of {machine.name} ({machine.gpu.memory_bytes / GIB:g} GiB): give yours with "
-        "--hardware"
+        f"no usable GPU here, so speeds are those of {machine.name} ({machine.gpu.memory_bytes / GIB:g} GiB): give yours "
+        "with --hardware"
     )
     return machine
 
