@@ -10,6 +10,7 @@ from .kernels import sparse_ffn_reference as kernel
 from .kernels.native import ACTIVATIONS, MODES, Products, address, extension, matrix, multiply, products
 from .kernels.packed_matrix import PackedMatrix, row_tiles
 from .kernels.sparse_ffn_reference import Mode, NeuronRows, activate, up_factor
+from .kernels.triton_kernels import triton_kernels
 from .overlap import Overlap
 
 if TYPE_CHECKING:
@@ -56,6 +57,9 @@ class NeuronTier:
         predicted."""
         x = x.to(self.device)
         scores = None if scores is None else scores.to(self.device)
+        gpu = triton_kernels(self.device)
+        if gpu is not None and len(x) <= gpu.MAX_TOKENS:
+            return gpu.sparse_ffn(self, x, mode, scores, threshold)
         native = products(self.device)
         if native is None:
             return self._by_reference(x, mode, scores, threshold)

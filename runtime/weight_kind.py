@@ -24,11 +24,13 @@ def choose_kind(wanted: str, index: GpuIndex | None, hot: "torch.device", checkp
     if wanted != "auto":
         assert wanted in KINDS, "the command offers no other"
         return wanted
+    quantised = checkpoint.quantised_kind() if isinstance(checkpoint, GgufModel) else None
     placed = index.dtype if index and hot.type != "cpu" else None
     if placed in FLOATING_POINT:
         return placed
+    if quantised and placed == quantised:
+        return quantised
     if placed:
-        note(f"the placement was made for {placed} weights, which run on a CPU only: using the checkpoint's type")
-    quantised = checkpoint.quantised_kind() if hot.type == "cpu" and isinstance(checkpoint, GgufModel) else None
+        note(f"the placement was made for {placed} weights, and the model is stored in others: using those")
     stored = quantised or str(checkpoint.dtype()).removeprefix("torch.")
     return stored if stored in KINDS else "float32"

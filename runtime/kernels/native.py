@@ -15,6 +15,7 @@ from pi_toolkit.profiler.command_line import note
 from pi_toolkit.profiler.model_families import Activation
 
 from .packed_matrix import KINDS, PackedMatrix
+from .triton_kernels import triton_kernels
 
 if TYPE_CHECKING:
     import torch
@@ -94,8 +95,12 @@ class Products:
 def multiply(packed: PackedMatrix, x: "torch.Tensor", exactly: bool = False) -> "torch.Tensor":
     """x · Wᵀ: [..., rows] from [..., columns]; natively where the matrix is on a CPU, and then always in float32.
 
-    Without native kernels *exactly* asks for float32, at the cost of speed.
+    On a GPU *exactly* asks for float32; few tokens get it from the Triton kernels, which read blocks where they are, more
+    tokens at the cost of speed.
     """
+    gpu, tokens = triton_kernels(packed.device), x.numel() // packed.columns
+    if gpu is not None and 0 < tokens <= gpu.MAX_TOKENS and (exactly or not packed.is_plain):
+        return gpu.multiply(packed, x.reshape(tokens, packed.columns)).reshape(*x.shape[:-1], packed.rows)
     native = products(packed.device)
     if native is None:
         return packed.multiply_exactly(x) if exactly else packed.multiply(x)

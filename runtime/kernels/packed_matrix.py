@@ -70,6 +70,16 @@ class PackedMatrix:
         return values.view(*index.shape, self.columns)
 
     @property
+    def head_bytes(self) -> int:
+        """Bytes of a row before its values: the scales of blocks."""
+        return 0 if _dtype(self.kind) else _scales_bytes(self.columns)
+
+    @property
+    def stored_columns(self) -> int:
+        """Values of a row with the padding of blocks."""
+        return self.columns if _dtype(self.kind) else _padded(self.columns, GROUP)
+
+    @property
     def is_plain(self) -> bool:
         """Whether products read the values where they are, without a conversion."""
         return _dtype(self.kind) == self.product_dtype
@@ -153,7 +163,10 @@ def fill(target: "torch.Tensor", kind: Kind, source: "Rows") -> PackedMatrix:
     rows, columns = source.shape
     target = target[:, : row_bytes(kind, columns)]
     packed = PackedMatrix(kind, columns, target)
-    native = kernels(torch.get_num_threads()) if target.device.type == "cpu" else None
+    if target.device.type != "cpu":  # packed here and sent there
+        target.copy_(pack(source, kind, torch.device("cpu")).data)
+        return packed
+    native = kernels(torch.get_num_threads())
     if native is None:
         fill_plainly(packed, source)
         return packed
