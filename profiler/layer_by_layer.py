@@ -34,8 +34,10 @@ class LayerByLayer:
         self.device, self._dtype, self._shape = device, dtype, checkpoint.shape
         self._weights = DequantisedModel(checkpoint, dtype) if isinstance(checkpoint, GgufModel) else checkpoint
         self._model = hf_skeleton(checkpoint, device, dtype)
-        self._model.load_state_dict(self._on_device(shared_state(self._weights)), strict=False, assign=True)
-        path = FAMILIES[self._shape.family].ffn_modules.fires.split(".{i}.")[0]
+        family, shared = FAMILIES[self._shape.family], shared_state(self._weights)
+        shared.pop(family.shared_tensors["head.weight"], None)  # firing is over before it
+        self._model.load_state_dict(self._on_device(shared), strict=False, assign=True)
+        path = family.ffn_modules.fires.split(".{i}.")[0]
         self._path, self._layers = path, self._model.get_submodule(path)
         self.batches_per_round = max(1, HIDDEN_STATE_BYTES // (window * self._shape.hidden_size * dtype.itemsize))
         self._arguments: dict[int, list[tuple[tuple[Any, ...], dict[str, Any]]]] = {}

@@ -104,12 +104,18 @@ def connected(processes: Processes, device: "torch.device") -> Iterator[None]:
         return
     import torch.distributed
 
+    backend = "nccl" if device.type == "cuda" else "gloo"
     if device.type == "cuda":
         torch.cuda.set_device(device)
     with _others_may_be_lost():
-        torch.distributed.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=PATIENCE)
-    yield
-    torch.distributed.destroy_process_group()  # after a failure the process ends anyway, and waiting could be for ever
+        torch.distributed.init_process_group(backend, timeout=PATIENCE)
+    try:
+        yield
+    except BaseException:
+        if backend == "gloo":  # its threads abort an exit without this; nccl may wait here for a process that is gone
+            torch.distributed.destroy_process_group()
+        raise
+    torch.distributed.destroy_process_group()
 
 
 @contextmanager
