@@ -1,7 +1,6 @@
 """``pi-profile``: from a model to a workspace with its firing counts."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
@@ -13,16 +12,10 @@ from .command_line import (
     emit_json,
     json_option,
     note,
-    percent,
-    print_table,
     progress_bar,
     version_option,
 )
 from .progress_file import MOST_SECONDS_BETWEEN, SECONDS_BETWEEN
-
-if TYPE_CHECKING:
-    from .convergence import Agreement
-    from .locality import Locality
 
 
 @click.command(cls=ToolkitCommand)
@@ -82,19 +75,17 @@ def main(
 
     from . import activation_stats
     from .atomic_write import check_writable
-    from .convergence import measure_agreement, measure_convergence
     from .corpus import corpus_name, documents, split_of
     from .device import check_room, resolve_device, resolve_dtype
     from .layer_by_layer import LayerByLayer
-    from .locality import locality_figure, measure_locality
     from .processes import connected, this_process
-    from .profile_report import profile_report
+    from .profile_result import ProfileResult
     from .progress_file import ProgressFile
     from .record import record_firings
     from .token_windows import check_window, document_windows, load_tokenizer
     from .whole_model import WholeModel
     from .window_batch import Position, halved_batches, skip
-    from .workspace import Workspace, describe, model_name, open_weights, refuse_other_model, write_model
+    from .workspace import Workspace, describe, model_name, open_weights, refuse_other_model
 
     processes = this_process()
     workspace = Workspace(out or Path(f"{model_name(model)}-pi"))
@@ -128,11 +119,12 @@ def main(
     }
     progress_file = ProgressFile(workspace.activation.with_name("activation.progress"), job, save_every)
     saved = progress_file.read() if resume else None
-    if resume and saved is None and processes.is_first:
-        note("there is no saved progress to resume: profiling from the beginning")
     tokenizer = load_tokenizer(checkpoint.directory, shape.vocabulary_size)
     windows = document_windows(texts, tokenizer, window, tokens)
     position = skip(windows, saved.position) if saved else Position()
+    if resume and processes.is_first:
+        begin = f"behind {position.tokens:,} tokens" if saved else "at the beginning, because no progress was saved"
+        note(f"resuming {begin}")
     batches = halved_batches(windows, 1 if low_memory else batch_size, shape.vocabulary_size)
     if low_memory:
         execution: LayerByLayer | WholeModel = LayerByLayer(checkpoint, torch_device, torch_dtype, window)
@@ -162,55 +154,11 @@ def main(
     stats = activation_stats.ActivationStats(
         recording.counts, record.fingerprint, recording.tokens, corpus_name(corpus), window, dtype_name
     )
-    locality = measure_locality(stats.counts, recording.tokens)
-    convergence = measure_convergence(recording.half_counts, recording.half_tokens)
-    comparison = measure_agreement(stats.counts, other.counts, (recording.tokens, other.tokens)) if other else None
-    compared_with = other.corpus or compare.name if other and compare else ""
-    title = f"{record.name}: {recording.tokens:,} tokens of {stats.corpus}"
-    activation_stats.write(
-        workspace.activation,
-        stats,
-        {
-            "locality.png": locality_figure(stats.counts, recording.tokens, title),
-            "report.html": profile_report(record.name, stats, convergence, comparison, compared_with),
-        },
-        convergence.to_json() if convergence else None,
-        {"corpus": compared_with, **comparison.to_json()} if comparison else None,
-        shape.activation_threshold,
-    )
-    write_model(workspace, record)
+    result = ProfileResult.of(recording, stats, other)
+    result.write(workspace, record)
     progress_file.remove()
-
-    print_locality(locality, shape.ffn_sizes)
-    if convergence:
-        print_agreement("half of the documents and all of them", convergence.half_and_all)
-        print_agreement("the two halves of the documents", convergence.halves)
-    if comparison:
-        print_agreement(f"this corpus and {compared_with}", comparison)
+    result.show()
     speed = recording.new_tokens / recording.seconds
     click.echo(f"{recording.tokens:,} tokens at {speed:,.0f} tokens/s\nworkspace {workspace.path}")
     if as_json:
-        result = {"tokens": recording.tokens, "layers": shape.num_layers, **vars(locality)}
-        result["convergence"] = convergence.to_json() if convergence else None
-        result["comparison"] = comparison.to_json() if comparison else None
-        emit_json(result | {"tokens_per_second": speed, "workspace": str(workspace.path)})
-
-
-def print_locality(locality: "Locality", ffn_sizes: tuple[int, ...]) -> None:
-    """One row per layer, then the whole model."""
-    print_table(
-        {
-            "layer": range(len(ffn_sizes)),
-            "neurons": ffn_sizes,
-            "fire per token": [percent(share) for share in locality.firing_share],
-            "carry 80 % of firings": [percent(share) for share in locality.share_for_80_percent],
-        }
-    )
-    click.echo(f"\n{percent(locality.share_for_80_percent_model)} of the model's FFN neurons carry 80 % of its firings")
-
-
-def print_agreement(what: str, agreement: "Agreement") -> None:
-    """One line on two counts of the same neurons."""
-    correlation = agreement.rank_correlation_model
-    ranks = "" if correlation is None else f", rank correlation {correlation:.4f}"
-    click.echo(f"{what} agree on {percent(agreement.hot_overlap_model)} of the hottest fifth{ranks}")
+        emit_json(result.to_json() | {"tokens_per_second": speed, "workspace": str(workspace.path)})

@@ -48,7 +48,9 @@ class LayerByLayer:
     def steps(self, batches: Sequence[WindowBatch], counter: FiringCounter) -> Iterator[int]:
         import torch
 
-        if not self._verified and batches:
+        if not batches:
+            return
+        if not self._verified:
             with self._layers_come_and_go():
                 verify_activation(self._model, self._shape, batches[0].ids())
             self._verified = True

@@ -5,6 +5,7 @@ the first writes. A command that was started alone is a job of one process, for 
 """
 
 import os
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -76,6 +77,21 @@ class Processes:
         with _others_may_be_lost():
             torch.distributed.broadcast(told, src=0)
         return bool(told.item())
+
+    def require_same(self, what: str, value: str, device: "torch.device") -> None:
+        """Raise ``ProcessesError`` in all of them unless every process has the same *value*; all must call."""
+        if self.count == 1:
+            return
+        import torch.distributed
+
+        mine = torch.tensor([zlib.crc32(value.encode())], dtype=torch.int64, device=device)
+        first = mine.clone()
+        with _others_may_be_lost():
+            torch.distributed.broadcast(first, src=0)
+        if self.sum((mine != first).long()).item():
+            raise ProcessesError(
+                f"the processes of this job do not have the same {what}: give every machine the same options and files"
+            )
 
 
 def this_process() -> Processes:

@@ -17,7 +17,7 @@ from .errors import CheckpointError, CorpusError, UnsupportedModelError
 from .hf_model import observe_ffn
 from .model_families import ModelShape
 from .processes import Processes
-from .progress_file import Progress, ProgressFile
+from .progress_file import Progress, ProgressError, ProgressFile
 from .window_batch import HALVES, Position, WindowBatch
 
 if TYPE_CHECKING:
@@ -110,7 +110,12 @@ def record_firings(
     processes, position = processes or Processes(), position or Position()
     counter = FiringCounter(shape, execution.device)
     if saved and processes.is_first:
-        counter.counts += saved.tensors["counts"].to(execution.device)
+        before = saved.tensors.get("counts")
+        if before is None or before.shape != counter.counts.shape or before.dtype != counter.counts.dtype:
+            raise ProgressError(
+                "the saved progress holds no counts of this model: run the command again without --resume"
+            )
+        counter.counts += before.to(execution.device)
     round_counts = counter.counts.clone() if execution.batches_per_round > 1 else None  # before the round under way
     if saved and round_counts is not None and processes.count == 1 and "round.counts" in saved.tensors:
         counter.counts.copy_(saved.tensors["round.counts"])
@@ -120,6 +125,7 @@ def record_firings(
         assert progress_file and position
         progress_file.save({"counts": counts, **under_way}, position.to_json())
 
+    processes.require_same("position in the corpus", str(position.to_json()), execution.device)
     new_tokens, began = 0, time.perf_counter()
     iterator = iter(batches)
     while group := list(islice(iterator, processes.count * execution.batches_per_round)):
@@ -143,6 +149,7 @@ def record_firings(
             round_counts.copy_(counter.counts)
     if position.tokens == 0:
         raise CorpusError("the corpus holds no text outside its held-out documents: give a longer one")
+    processes.require_same("text", str(position.to_json()), execution.device)
     total = processes.sum(counter.counts).cpu()
     seconds = time.perf_counter() - began
     layers = total.split(list(shape.ffn_sizes), dim=1)

@@ -220,7 +220,7 @@ def test_workspace_of_another_model_is_left_alone(
     [
         "whole_model.load_hf_model",
         "whole_model.verify_activation",
-        "locality.locality_figure",
+        "profile_result.locality_figure",
         "activation_stats.write",
     ],
 )

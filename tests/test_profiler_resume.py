@@ -133,7 +133,7 @@ def test_nothing_to_resume_is_said(
     """Prevents --resume from being an error in a script that always gives it."""
     result = run(main, *arguments(model, corpus, tmp_path / "pi"), "--resume")
     assert result.exit_code == 0
-    assert "there is no saved progress to resume: profiling from the beginning" in result.stderr
+    assert "resuming at the beginning, because no progress was saved" in result.stderr
     assert contents(tmp_path / "pi") == contents(uninterrupted)
 
 
