@@ -71,10 +71,10 @@ def rank_correlation(first: np.ndarray, second: np.ndarray) -> float | None:
     """Spearman's: the correlation of the ranks, equal counts sharing their mean rank; None when one side has one rank."""
     import pandas
 
-    ranks = [pandas.Series(counts).rank().to_numpy() for counts in (first, second)]
-    if any(len(r) == 0 or r.min() == r.max() for r in ranks):
+    one, other = (pandas.Series(counts).rank().to_numpy() for counts in (first, second))
+    if any(len(ranks) == 0 or ranks.min() == ranks.max() for ranks in (one, other)):
         return None
-    return float(np.corrcoef(*ranks)[0, 1].clip(-1.0, 1.0))
+    return float(np.corrcoef(one, other)[0, 1].clip(-1.0, 1.0))
 
 
 def hot_overlap(first: np.ndarray, second: np.ndarray, share: float = HOT_SHARE) -> float:

@@ -215,7 +215,7 @@ def _resampled(values: np.ndarray, columns: int) -> np.ndarray:
 
 def convergence_figure(convergence: Convergence) -> "Figure":
     """Overlap of the hottest fifth and rank correlation, per layer."""
-    panels = (
+    panels: tuple[tuple[str, Sequence[float | None], Sequence[float | None]], ...] = (
         ("hottest fifth in common", convergence.half_and_all.hot_overlap, convergence.halves.hot_overlap),
         ("rank correlation", convergence.half_and_all.rank_correlation, convergence.halves.rank_correlation),
     )

@@ -39,7 +39,7 @@ class ProfileResult:
         """Counts, figure and report in one step, then ``model.json``."""
         tokens = self.stats.tokens or 0
         title = f"{record.name}: {tokens:,} tokens of {self.stats.corpus}"
-        comparison = self.comparison and {"corpus": self.compared_with, **self.comparison.to_json()}
+        comparison = {"corpus": self.compared_with, **self.comparison.to_json()} if self.comparison else None
         activation_stats.write(
             workspace.activation,
             self.stats,
@@ -49,7 +49,7 @@ class ProfileResult:
                     record.name, self.stats, self.convergence, self.comparison, self.compared_with
                 ),
             },
-            self.convergence and self.convergence.to_json(),
+            self.convergence.to_json() if self.convergence else None,
             comparison,
             record.shape.activation_threshold,
         )

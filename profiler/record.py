@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 # Exact zeros of the activation vector and neurons at or below the threshold are the same set in a ReLU model; a gated
 # product adds an accidental zero now and then (underflow in half precision).
 ALLOWED_ZERO_SHARE_DIFFERENCE = 0.02
+_MOST_ROWS = 2**15 - 1  # that an int16 can count
 FEW_ZEROS = 0.05  # a smooth activation has accidental ones; squared ReLU has as many as ReLU
 
 
@@ -69,10 +70,22 @@ class FiringCounter:
         """Add what fires in *pre_activation* [tokens, neurons] of *layer*; a callback for :func:`observe_ffn`."""
         import torch
 
-        fires, cut = (pre_activation > self._threshold).view(torch.uint8), self._first_half_tokens
+        # Into integers as wide as the numbers: torch's comparison into bool is five times slower (BF16 on a CPU).
+        integer = torch.int32 if pre_activation.itemsize == 4 else torch.int16
+        fires, cut = torch.empty_like(pre_activation, dtype=integer), self._first_half_tokens
+        torch.gt(pre_activation, self._threshold, out=fires)
         for half, rows in enumerate((fires[:cut], fires[cut:])):
-            if len(rows):  # the sum over bytes is 7 times faster in int32 than in int64 (4096 × 1536 on a CPU)
-                self._layers[layer][half] += rows.sum(dim=0, dtype=torch.int32)
+            for part in rows.split(_MOST_ROWS):
+                self._layers[layer][half] += _column_sums(part)
+
+
+def _column_sums(fires: "torch.Tensor") -> "torch.Tensor":
+    """Of zeros and ones [rows, columns], at most ``_MOST_ROWS`` rows: several columns as one int64, where they fit."""
+    import torch
+
+    if fires.shape[1] * fires.itemsize % 8:
+        return fires.sum(dim=0, dtype=torch.int32)
+    return fires.view(torch.int64).sum(dim=0).view(fires.dtype)
 
 
 class Execution(Protocol):

@@ -1,6 +1,7 @@
 """Counts are exactly the firings of ``transformers``' own activations, and models without exact zeros are refused."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,10 @@ import torch
 from pi_toolkit.profiler.checkpoint import Checkpoint
 from pi_toolkit.profiler.errors import CheckpointError, CorpusError, UnsupportedModelError
 from pi_toolkit.profiler.hf_model import load_hf_model, observe_ffn
-from pi_toolkit.profiler.record import verify_activation
+from pi_toolkit.profiler.model_families import read_shape
+from pi_toolkit.profiler.record import FiringCounter, verify_activation
 from pi_toolkit.profiler.token_windows import window_batches
+from pi_toolkit.profiler.window_batch import WindowBatch
 from profiling_cases import record_firings
 from tiny_models import (
     BAMBOO,
@@ -246,3 +249,25 @@ def test_weights_that_transformers_does_not_find_are_an_error(tmp_path: Path) ->
     save_file(kept, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(CheckpointError, match=r"lacks 1 tensors \(model.layers.1.mlp.up_proj.weight"):
         load_hf_model(checkpoint, CPU, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("tokens", "neurons"), [(1, 1), (7, 3), (40, 96), (70_000, 4)])
+def test_counter_equals_a_comparison_of_every_number(dtype: torch.dtype, tokens: int, neurons: int) -> None:
+    """Prevents columns that run over into their neighbours, a threshold that is rounded, and -0 or NaN that fire."""
+    shape = replace(read_shape(llama_config().to_dict()), ffn_sizes=(2, neurons), activation_threshold=0.01)
+    values = torch.randn(tokens, neurons).to(dtype)
+    for place, odd in enumerate((0.01, 0.0, -0.0, float("nan"), float("inf"))[: values.numel()]):
+        values.view(-1)[place] = odd
+    batch = (
+        WindowBatch(([0] * tokens,), (0,)) if tokens < 7 else WindowBatch(([0] * (tokens // 7),) * 7, (1, 0) * 3 + (1,))
+    )
+    values = values[: batch.tokens]
+    counter = FiringCounter(shape, CPU)
+    for _ in range(2):
+        counter.expect(batch)
+        counter.count(1, values)
+    fires, cut = values > 0.01, batch.first_half_tokens()
+    expected = torch.stack([fires[:cut].sum(0), fires[cut:].sum(0)]) * 2
+    assert counter.counts.dtype == torch.int64
+    assert counter.counts[:, :2].sum() == 0 and torch.equal(counter.counts[:, 2:], expected)
