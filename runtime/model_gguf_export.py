@@ -33,7 +33,7 @@ from pi_toolkit.profiler.model_gguf_layout import (
     shared_name,
     stored_layer_shapes,
 )
-from pi_toolkit.profiler.quantisation import KINDS, QuantisedMatrix, dense, quantisable, quantise
+from pi_toolkit.profiler.quantisation import KINDS, QuantisedMatrix, TurnedMatrix, dense, quantisable, quantise
 
 if TYPE_CHECKING:
     import torch
@@ -169,7 +169,8 @@ def _stored(model: Checkpoint | GgufModel, magic: Magic, layer: int, role: str) 
         parts = model.attention(layer)
         return _stacked([parts[f"{part}.weight"] for part in ("query", "key", "value")])
     if role == "down.weight" and magic == "PWRI":
-        return model.neuron_rows(layer, role)
+        rows = model.neuron_rows(layer, role)
+        return dense(rows) if isinstance(rows, TurnedMatrix) else rows
     order = interleaved_rows(model.shape, role)
     tensor = model.layer(layer, role)
     if order is None:
