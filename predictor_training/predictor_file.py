@@ -115,6 +115,15 @@ def read_hidden_sizes(directory: Path, hidden_size: int, ffn_sizes: Sequence[int
     return [len(_read_weights(file, hidden_size, n)[0]) for file, n in zip(files, ffn_sizes, strict=True)]
 
 
+def read_overshoot(directory: Path, num_layers: int) -> list[float] | None:
+    """Candidates per firing of each layer on held-out documents; None where ``config.json`` states no measurements."""
+    path = directory / "config.json"
+    quality = _quality(read_json(path, PredictorFileError, _REMEDY), num_layers, directory) if path.exists() else None
+    if not quality:
+        return None
+    return [layer.density / layer.firing_share if layer.firing_share > 0 else 1.0 for layer in quality]
+
+
 def _open(directory: Path, num_layers: int, fingerprint: str) -> tuple[dict[str, Any], list[Path]]:
     if not directory.is_dir():
         if directory.exists():

@@ -3,7 +3,7 @@ together, and says on stderr what is missing and what that means."""
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pi_toolkit.predictor_training import predictor_file
 from pi_toolkit.predictor_training.predictor_file import PredictorSet
@@ -25,6 +25,9 @@ from .read_ahead import read_ahead
 from .tier_plan import TierPlan, all_cold, from_index
 from .weight_kind import choose_kind
 from .weights import load_weights
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,7 @@ def open_engine(workspace: Workspace, options: EngineOptions) -> Engine:
     index = _find_placement(workspace, record, options.gpuidx)
     context = _context(shape, options.context, index)
     hot, cold = resolve_device(options.device), torch.device("cpu")
-    plan = from_index(index, hot, cold) if index else all_cold(shape, hot, cold)
+    plan = from_index(index, hot, cold, hot_devices(index, hot)) if index else all_cold(shape, hot, cold)
     checkpoint = open_checkpoint(workspace, record, options.model)
     read_ahead(checkpoint.files)
     kind = choose_kind(options.dtype, index, hot, checkpoint)
@@ -91,7 +94,9 @@ def open_engine(workspace: Workspace, options: EngineOptions) -> Engine:
     elif index:
         widths = [len(fc1) for fc1 in predictors.fc1] if predictors else None
         units = unit_bytes(shape, kind, context, options.slots, widths)
-        check_gpu_memory(plan.hot_bytes(units), torch.cuda.mem_get_info(hot)[0], index)
+        for number, (gpu, num_bytes) in enumerate(plan.bytes_by_gpu(units)):
+            budget = index.gpu_budgets[number] if index.gpu_budgets else index.gpu_budget_bytes
+            check_gpu_memory(num_bytes, torch.cuda.mem_get_info(gpu)[0], index, budget)
     with progress_bar("loading", shape.num_layers, "layers") as progress:
         weights = load_weights(checkpoint, plan, predictors, kind, progress.advance)
     decoder = Decoder(shape, weights, options.slots, context, mode, options.threads)
@@ -163,8 +168,28 @@ def _context(shape: ModelShape, wanted: int | None, index: GpuIndex | None) -> i
     return min(wanted or placed_for or DEFAULT_CONTEXT, shape.max_positions)
 
 
-def check_gpu_memory(need_bytes: int, free_bytes: int, index: GpuIndex) -> None:
-    """Compare what will be allocated on the GPU with what is free and with what the placement was made for.
+def hot_devices(index: GpuIndex, hot: "torch.device") -> "list[torch.device]":
+    """The devices of a placement's GPUs: *hot* and those after it, or the CPU for all.
+
+    Raises ``HardwareError`` when this machine has fewer.
+    """
+    import torch
+
+    number = len(index.gpu_budgets or (0,))
+    if number == 1 or hot.type == "cpu":
+        return [hot] * number
+    first = hot.index or 0
+    if first + number > torch.cuda.device_count():
+        raise HardwareError(
+            f"the placement is for {number} GPUs and {torch.cuda.device_count() - first} are here: run pi-place with "
+            "--vram for those, or use --device cpu"
+        )
+    return [torch.device(hot.type, first + gpu) for gpu in range(number)]
+
+
+def check_gpu_memory(need_bytes: int, free_bytes: int, index: GpuIndex, budget_bytes: int | None = None) -> None:
+    """Compare what will be allocated on a GPU with what is free and with the budget the placement was made for, which is
+    *budget_bytes* where the GPU is one of several.
 
     Raises ``HardwareError`` when it is more than is free; says so when it is merely more than was planned.
     """
@@ -173,8 +198,9 @@ def check_gpu_memory(need_bytes: int, free_bytes: int, index: GpuIndex) -> None:
             f"the placement needs {readable_bytes(need_bytes)} of GPU memory and {readable_bytes(free_bytes)} are free: run "
             "pi-place with a smaller --vram, or lower --ctx"
         )
-    if index.gpu_budget_bytes is not None and need_bytes > index.gpu_budget_bytes:
+    budget_bytes = index.gpu_budget_bytes if budget_bytes is None else budget_bytes
+    if budget_bytes is not None and need_bytes > budget_bytes:
         note(
             f"this dtype and context take {readable_bytes(need_bytes)} of GPU memory, more than the "
-            f"{readable_bytes(index.gpu_budget_bytes)} the placement was made for ({index.dtype}, context {index.context})"
+            f"{readable_bytes(budget_bytes)} the placement was made for ({index.dtype}, context {index.context})"
         )

@@ -7,7 +7,8 @@ A GGUF container with magic "PWRI". Its keys, in this order:
     split.vram_capacity             u64     bytes of the FFN neurons on the GPU (PowerInfer's exporter: the budget)
 
 and, in files written here, ``powerinfer_toolkit.version`` (u32, 1) and ``powerinfer_toolkit.`` + every name in
-``_FACTS``. Two tensors per layer, strictly alternating in layer order, because PowerInfer takes them by position:
+``_FACTS``, ``powerinfer_toolkit.objective`` where it is not the paper's, and for several GPUs the keys of
+:mod:`.gpuidx_devices`. Two tensors per layer, strictly alternating in layer order, because PowerInfer takes them by position:
 
     blk.{i}.gpu_idx      I32 [neurons]   1 for a neuron on the GPU, 0 for one on the CPU
     blk.{i}.gpu_bucket   I32 [k]         ascending ids of the k neurons on the GPU; k may be 0
@@ -17,7 +18,7 @@ I32 has the type number 18 of PowerInfer's time; 26, today's, is read too. The s
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,12 @@ from pi_toolkit.profiler.activation_stats import check_fingerprint
 from pi_toolkit.profiler.errors import GgufError, GpuIndexError
 from pi_toolkit.profiler.gguf_container import GgufFile, KeyValue, TensorInfo, TensorType, ValueType
 
+from .gpuidx_devices import PREFIX as _PREFIX
+from .gpuidx_devices import check_devices, device_keys, read_devices
 from .memory import DTYPES
+from .token_time import UnitDevices
 
 ARCHITECTURE, VERSION = "generic.gpu_index", 1
-_PREFIX = "powerinfer_toolkit."
 _REMEDY = "run pi-place to write it again"
 # Facts beyond PowerInfer's keys: fields of GpuIndex and their types.
 _FACTS: dict[str, tuple[ValueType, ValueType | None]] = {
@@ -58,7 +61,9 @@ class GpuIndex:
     ``vram_capacity_bytes``: bytes of the neurons on the GPU (in PowerInfer's own files: its budget). The rest is None
     together, in files that PowerInfer wrote: the model's fingerprint, the machine, dtype, context and batch size the
     placement was made for, its GPU budget, per layer whether attention with KV cache and the predictor are on the GPU, the
-    same of the head, and the solver's objective, bound and status.
+    same of the head, and the solver's objective, bound and status. ``objective``: "firings", counted in firings served from
+    the GPU with an upper bound, or "latency", in predicted seconds of a token with a lower one. ``devices`` and
+    ``gpu_budgets``, bytes of each, are there for several GPUs.
     """
 
     gpu_neurons: tuple[np.ndarray, ...]
@@ -76,6 +81,9 @@ class GpuIndex:
     objective_value: float | None = None
     upper_bound: float | None = None
     status: str | None = None
+    objective: str = "firings"
+    devices: UnitDevices | None = None
+    gpu_budgets: tuple[int, ...] | None = None
 
     def facts(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in _FACTS}
@@ -94,6 +102,10 @@ def write(path: Path, index: GpuIndex) -> None:
         key_values += [
             KeyValue(_PREFIX + name, *_value_and_types(name, value)) for name, value in index.facts().items()
         ]
+        if index.objective != "firings":
+            key_values.append(KeyValue(f"{_PREFIX}objective", ValueType.STRING, index.objective))
+        if index.devices and index.gpu_budgets:
+            key_values += device_keys(index.devices, index.gpu_budgets)
     gguf_container.write(path, "PWRI", key_values, _tensor_infos(index), _tensor_arrays(index))
 
 
@@ -154,6 +166,10 @@ def _parse(file: GgufFile, ffn_sizes: tuple[int, ...]) -> GpuIndex:
     gpu_neurons = tuple(_read_layer(file, layer, neurons) for layer, neurons in enumerate(ffn_sizes))
     capacity = file.value("split.vram_capacity", ValueType.U64)
     index = GpuIndex(gpu_neurons, ffn_sizes, capacity, **_read_facts(file))
+    if index.fingerprint is not None:
+        objective = f"{_PREFIX}objective" in file.key_values and file.value(f"{_PREFIX}objective", ValueType.STRING)
+        devices, budgets = read_devices(file, gpu_neurons, ffn_sizes)
+        index = replace(index, objective=objective or "firings", devices=devices, gpu_budgets=budgets)
     _validate(index)
     for layer, (ids, neurons) in enumerate(zip(gpu_neurons, ffn_sizes, strict=True)):
         if not np.array_equal(file.data(f"blk.{layer}.gpu_idx"), _on_gpu(ids, neurons)):
@@ -201,5 +217,16 @@ def _validate(index: GpuIndex) -> None:
     for name in ("attention_on_gpu", "predictor_on_gpu"):
         if len(facts[name]) != len(index.ffn_sizes):
             raise GpuIndexError(f"{name} has {len(facts[name])} items for {len(index.ffn_sizes)} layers: {_REMEDY}")
+    if index.objective not in ("firings", "latency"):
+        raise GpuIndexError(f"it states the unknown objective {index.objective!r}: {_REMEDY}")
+    if index.devices is not None:
+        check_devices(
+            index.devices,
+            index.gpu_budgets or (),
+            index.gpu_neurons,
+            facts["attention_on_gpu"],
+            facts["predictor_on_gpu"],
+            facts["head_on_gpu"],
+        )
     if not (math.isfinite(facts["objective_value"]) and math.isfinite(facts["upper_bound"])):
         raise GpuIndexError(f"it states an objective that is not finite: {_REMEDY}")

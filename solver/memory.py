@@ -43,12 +43,13 @@ def unit_bytes(
     batch_size: int,
     predictor_hidden: Sequence[int] | None = None,
     predictor_dtype: str | None = None,
+    head_dtype: str | None = None,
 ) -> UnitBytes:
     """Bytes of a model of *shape* stored as *dtype* with a KV cache of *context* tokens for *batch_size* sequences.
 
-    *predictor_hidden* holds the predictors' widths, None when there are none. Without a *predictor_dtype* they are stored
-    in the model's *dtype*, also where PowerInfer's quantiser would choose Q5_0 (its Q8_0 files). Raises ``PlacementError``
-    for rows that are no whole number of quantisation blocks.
+    *predictor_hidden* holds the predictors' widths, None when there are none. Without a *predictor_dtype* and *head_dtype*
+    they and the output head are stored in :func:`precise_dtype`, also where PowerInfer's quantiser would choose Q5_0 (its
+    Q8_0 files). Raises ``PlacementError`` for rows that are no whole number of quantisation blocks.
     """
     attention = _tensors_bytes(shape.attention_shapes().values(), dtype)
     attention += _tensors_bytes(_ffn_dense_shapes(shape), dtype)
@@ -62,14 +63,19 @@ def unit_bytes(
         attention=(attention + kv_cache,) * shape.num_layers,
         kv_cache=kv_cache,
         predictor=tuple(
-            _predictor_bytes(shape, n, r, predictor_dtype or dtype)
+            _predictor_bytes(shape, n, r, predictor_dtype or precise_dtype(dtype))
             for n, r in zip(shape.ffn_sizes, widths, strict=True)
         ),
         neuron=neuron_bytes(shape, dtype),
-        head=_tensors_bytes(head, dtype),
+        head=_tensors_bytes(head, head_dtype or precise_dtype(dtype)),
         embedding=_tensors_bytes(tables, dtype),
         head_is_embedding=shape.tied_embeddings,
     )
+
+
+def precise_dtype(dtype: str) -> str:
+    """What the runtime holds output head and predictors in: q8_0 in a model of q4_0, because four bits there cost quality."""
+    return "q8_0" if dtype == "q4_0" else dtype
 
 
 def neuron_bytes(shape: ModelShape, dtype: str) -> int:

@@ -3,26 +3,34 @@
 import math
 import time
 from dataclasses import dataclass
-from typing import Literal
 
+import numpy as np
+
+from pi_toolkit.profiler.command_line import readable_bytes
 from pi_toolkit.profiler.errors import PlacementError
 
+from .firings_outline import solve_outlined
+from .gpu_assignment import assign_bundles, drop_unassigned
+from .mip_solvers import OPTIMAL_GAP, SOLVER_TOLERANCE, Status, first_usable
 from .placement_bound import upper_bound
-from .placement_greedy import greedy_placement
-from .placement_ilp import CbcAnswer, CbcUnusableError, solve_with_cbc
+from .placement_greedy import Chosen, greedy_placement
+from .placement_ilp import IlpAnswer, solve_ilp
 from .placement_problem import Choice, PlacementProblem
+from .token_time import CPU
 
-OPTIMAL_GAP = 1e-4
-CBC_TOLERANCE = 1e-7  # relative; CBC was 1e-8 short before firings were scaled, exact in ten large instances since
-Status = Literal["optimal", "feasible", "greedy"]
+# Above so many bundles an answer of the greedy placement or of the outlined program that is within OPTIMAL_GAP of the bound
+# stands without the program, which takes 3–10 s for OPT-175B's 73,728.
+LARGE = 20_000
+# Up to so many pairs of bundle and GPU the program itself chooses among several GPUs; beyond, they are one to it.
+_SMALL = 4_000
 
 
 @dataclass(frozen=True)
 class Solution:
     """A feasible choice, its value, and a value that no choice exceeds.
 
-    ``status``: "optimal" when the gap is proven to be at most 1e-4, "feasible" when it is larger, "greedy" when CBC gave
-    no answer (``fallback_reason`` says why).
+    ``status``: "optimal" when the gap is proven to be at most 1e-4, "feasible" when it is larger, "greedy" when no solver
+    gave an answer. ``fallback_reason``: why another one than the solver that was asked for.
     """
 
     choice: Choice
@@ -42,44 +50,44 @@ def gap(value: float, bound: float) -> float:
     return max(0.0, (bound - value) / bound) if bound > 0 else 0.0
 
 
-def _does_not_fit(problem: PlacementProblem) -> PlacementError:
-    return PlacementError(
-        f"the model does not fit this machine: {problem.fewest_on_gpu:,} FFN neurons are beyond the CPU's memory, the "
-        f"GPU has room for {problem.gpu_capacity:,}, and no choice of layers that are worth a synchronisation satisfies "
-        "both: use a smaller --dtype, a shorter --ctx, more --vram or --hardware with more memory"
-    )
+def solve(
+    problem: PlacementProblem, time_limit_seconds: float, solver: str = "cbc", homes: np.ndarray | None = None
+) -> Solution:
+    """The best placement found; raises ``PlacementError`` when none fits the memory of all devices.
 
-
-def _with_tolerance(proved: int | float) -> int | float:
-    """What CBC may have missed of its proven optimum; nothing where counts are whole numbers below ten million."""
-    bound = proved * (1 + CBC_TOLERANCE)
-    return math.floor(bound) if isinstance(proved, int) else bound
-
-
-def solve(problem: PlacementProblem, time_limit_seconds: float) -> Solution:
-    """The best placement found; raises ``PlacementError`` when none fits the memory of both devices."""
+    *homes*: per layer the GPU that its neurons go to where there is a choice.
+    """
     began = time.monotonic()
-    if problem.fewest_on_gpu > problem.gpu_capacity:
-        raise _does_not_fit(problem)
-    greedy = greedy_placement(problem)
+    if homes is None:
+        homes = np.zeros(len(problem.layers), dtype=np.int64)
+    pooled = problem.pooled()
+    if max(problem.fewest_gpu_bytes, problem.pinned_bytes) > problem.room:
+        raise does_not_fit(problem)
+    greedy = _assigned(problem, greedy_placement(pooled), homes)
     bound = upper_bound(problem)
-    answer: CbcAnswer | None = None
-    fallback_reason: str | None = None
-    if problem.open_layers():
-        try:
-            answer = solve_with_cbc(problem, time_limit_seconds)
-            if answer is None and greedy is not None:
-                fallback_reason = "CBC called a problem infeasible that has a placement"
-        except CbcUnusableError as error:
-            fallback_reason = error.message
-    elif greedy is not None:
-        answer = CbcAnswer(greedy, proved=True)
+    answer: IlpAnswer | None = None
+    reason: str | None = None
+    large = sum(map(len, problem.layers)) > LARGE
+    if large and solver != "greedy" and not _is_close(problem, greedy, bound):
+        known = float(problem.value(greedy)) if greedy else float(bound)
+        outlined = solve_outlined(problem, known, solver, time_limit_seconds)
+        if outlined is not None:
+            bound = min(bound, outlined.upper_bound)
+            if greedy is None or problem.value(outlined.choice) > problem.value(greedy):
+                greedy = outlined.choice
+    if not pooled.open_layers() or (large and _is_close(problem, greedy, bound)):
+        answer = IlpAnswer(greedy, proved=False) if greedy else None
+    else:
+        answer, reason = first_usable(solver, lambda name: _solve_ilp(problem, pooled, homes, name, time_limit_seconds))
+        if answer is None and greedy is not None and reason is None and solver != "greedy":
+            reason = "the solver called a problem infeasible that has a placement"
     if answer is None and greedy is None:
-        raise _does_not_fit(problem)
+        raise does_not_fit(problem)
     seconds = time.monotonic() - began
     if answer is None:
         assert greedy is not None
-        return Solution(greedy, problem.value(greedy), bound, "greedy", seconds, fallback_reason)
+        value = problem.value(greedy)
+        return Solution(greedy, value, max(bound, value), "greedy", seconds, reason)
     if answer.proved:
         bound = min(bound, _with_tolerance(problem.value(answer.choice)))
     # Among equals the greedy choice is the hottest-first one, and CBC may be short of it by its tolerance.
@@ -88,4 +96,61 @@ def solve(problem: PlacementProblem, time_limit_seconds: float) -> Solution:
         choice = greedy
     bound = max(bound, problem.value(choice))
     status: Status = "optimal" if gap(problem.value(choice), bound) <= OPTIMAL_GAP else "feasible"
-    return Solution(choice, problem.value(choice), bound, status, seconds)
+    return Solution(choice, problem.value(choice), bound, status, seconds, reason)
+
+
+def does_not_fit(problem: PlacementProblem) -> PlacementError:
+    """What stands in the way, in words."""
+    remedy = "use a smaller --dtype, a shorter --ctx, more --vram or --hardware with more memory"
+    room = readable_bytes(problem.room)
+    if problem.pinned_bytes > problem.room:
+        return PlacementError(
+            f"the pinned layers take {readable_bytes(problem.pinned_bytes)} and the GPU has room for {room} of neurons: "
+            f"pin fewer, or {remedy}"
+        )
+    pinned = " and are not pinned" if any(pin is not None for pin in problem.pins) else ""
+    return PlacementError(
+        f"the model does not fit this machine: {readable_bytes(problem.fewest_gpu_bytes)} of FFN neurons are beyond the "
+        f"CPU's memory, the GPU has room for {room}, and no choice of layers that are worth a synchronisation{pinned} "
+        f"satisfies both: {remedy}"
+    )
+
+
+def _solve_ilp(
+    problem: PlacementProblem, pooled: PlacementProblem, homes: np.ndarray, solver: str, time_limit_seconds: float
+) -> IlpAnswer | None:
+    """The program over all GPUs, or, of a large problem, over one with the room of all, whose answer is then divided."""
+    gpus = len(problem.gpu_bytes)
+    if gpus == 1 or gpus * sum(map(len, problem.layers)) <= _SMALL:
+        return solve_ilp(problem, solver, time_limit_seconds)
+    answer = solve_ilp(pooled, solver, time_limit_seconds)
+    if answer is None:
+        return None
+    chosen = tuple(devices != CPU for devices in answer.choice)
+    whole = assign_bundles(problem, _with_pins(problem, chosen), homes)
+    if whole is not None:
+        return IlpAnswer(whole, answer.proved)
+    assigned = _assigned(problem, chosen, homes)
+    return IlpAnswer(assigned, proved=False) if assigned else None
+
+
+def _assigned(problem: PlacementProblem, chosen: Chosen | None, homes: np.ndarray) -> Choice | None:
+    """An answer to the pooled problem as one to *problem*; None where that breaks a constraint."""
+    return None if chosen is None else drop_unassigned(problem, _with_pins(problem, chosen), homes)
+
+
+def _with_pins(problem: PlacementProblem, chosen: Chosen) -> Chosen:
+    return tuple(
+        wanted if pin is None else np.arange(len(wanted)) < pin
+        for wanted, pin in zip(chosen, problem.pins, strict=True)
+    )
+
+
+def _is_close(problem: PlacementProblem, choice: Choice | None, bound: float) -> bool:
+    return choice is not None and gap(problem.value(choice), bound) <= OPTIMAL_GAP
+
+
+def _with_tolerance(proved: int | float) -> int | float:
+    """What a solver may have missed of its proven optimum; nothing where counts are whole numbers below ten million."""
+    bound = proved * (1 + SOLVER_TOLERANCE)
+    return math.floor(bound) if isinstance(proved, int) else bound

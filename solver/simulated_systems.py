@@ -65,7 +65,7 @@ def system_reads(model: SimulatedModel, system: System) -> tuple[np.ndarray, ...
 def system_units(model: SimulatedModel, system: System) -> UnitBytes:
     """Bytes of the units; the dense systems have no predictors."""
     hidden = None if system in DENSE else model.predictor_hidden
-    return unit_bytes(model.shape, model.dtype, model.context, 1, hidden, model.predictor_dtype)
+    return unit_bytes(model.shape, model.dtype, model.context, 1, hidden, model.predictor_dtype, model.dtype)
 
 
 def _room(gpu: Gpu) -> int:
@@ -81,6 +81,7 @@ def _by_program(model: SimulatedModel, hardware: Hardware) -> Placement:
         context=model.context,
         batch_size=1,
         predictor_dtype=model.predictor_dtype,
+        head_dtype=model.dtype,
     )
     counts = [np.rint(share * FIRINGS_PER_SHARE).astype(np.int64) for share in model.firing_shares]
     return place(model.shape, counts, hardware, request, model.predictor_hidden)

@@ -52,6 +52,23 @@ OPT_175B = ModelShape(
 )
 
 
+LLAMA_70B = replace(LLAMA_7B, hidden_size=8192, ffn_sizes=(28672,) * 80, num_heads=64, num_kv_heads=8)
+OPT_30B = replace(OPT_175B, hidden_size=7168, ffn_sizes=(28672,) * 48, num_heads=56, num_kv_heads=56)
+FALCON_40B = replace(
+    LLAMA_7B,
+    family="falcon",
+    vocabulary_size=65024,
+    hidden_size=8192,
+    ffn_sizes=(32768,) * 60,
+    num_heads=128,
+    num_kv_heads=8,
+    head_dim=64,
+    gated=False,
+    norm="layer",
+    parallel_block=True,
+)
+
+
 def tiny_shape(ffn_sizes: tuple[int, ...], **changes: object) -> ModelShape:
     """A LLaMA of hidden size 32 with any numbers of neurons."""
     tiny = {"vocabulary_size": 64, "hidden_size": 32, "num_heads": 2, "num_kv_heads": 2, "head_dim": 16}

@@ -10,13 +10,14 @@ from pathlib import Path
 
 import cbcbox
 import numpy as np
+import pulp
 import pytest
 import torch
 from click.testing import CliRunner, Result
 
 from pi_toolkit.predictor_training import predictor_file
 from pi_toolkit.profiler.hardware import GIB
-from pi_toolkit.solver import cli, gpuidx, placement
+from pi_toolkit.solver import cli, gpuidx, placement, placement_report
 from pi_toolkit.solver.memory import unit_bytes
 from solver_cases import FINGERPRINT, make_workspace, tiny_shape, zipf_counts
 from test_profiler_checkpoint import cached_on_the_hub
@@ -24,7 +25,8 @@ from tiny_models import save_family
 
 SHAPE = tiny_shape((128, 192))
 JSON_KEYS = (
-    "gpu_budget_bytes gpu_bytes cpu_bytes gpu_neurons min_gpu_neurons objective_value upper_bound gap status seconds gpuidx"
+    "gpu_budget_bytes gpu_bytes cpu_bytes gpu_neurons min_gpu_neurons objective objective_value bound gap status seconds "
+    "gpuidx"
 ).split()
 
 
@@ -127,7 +129,7 @@ def test_predictors_take_their_place(workspace):
     predictor_file.write(workspace.predictor, predictors, {})
     (workspace.predictor / "config.json").write_text('{"sparse_threshold": 1.0}')
     before = pi_place(workspace.path, "--hardware", "cpu-only", "--json")
-    result = pi_place(workspace.path, "--vram", 10, "--json")
+    result = pi_place(workspace.path, "--vram", 10, "--objective", "firings", "--json")
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout.splitlines()[-1])["predictor_on_gpu"] == [True, True]
     cpu_bytes = json.loads(before.stdout.splitlines()[-1])["cpu_bytes"]
@@ -137,6 +139,7 @@ def test_predictors_take_their_place(workspace):
 
 def test_greedy_is_announced(workspace, monkeypatch):
     monkeypatch.setattr(cbcbox, "cbc_bin_path", lambda: "/no/such/cbc")
+    monkeypatch.setattr(pulp.HiGHS, "available", lambda _: False)
     result = pi_place(workspace.path, "--vram", 10, "--sync-seconds", 0, "--json")
     assert result.exit_code == 0 and "greedy placement is used" in result.stderr
     assert json.loads(result.stdout.splitlines()[-1])["status"] == "greedy"
@@ -266,7 +269,7 @@ def test_interruption_after_writing_says_so(workspace, monkeypatch):
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "print_placement", interrupt)
+    monkeypatch.setattr(placement_report, "print_placement", interrupt)
     refused(pi_place(workspace.path, "--vram", 8), "tiny.gpuidx' was already written, run the command again")
     assert (workspace.path / "tiny.gpuidx").exists()
 

@@ -46,8 +46,17 @@ def test_kv_cache_uses_the_key_value_heads_and_grows_with_context_and_batch():
 def test_predictors_have_the_size_of_their_width():
     shape = tiny_shape((64, 96))
     units = unit_bytes(shape, "q4_0", 1, 1, predictor_hidden=[32, 64])
-    assert units.predictor == ((32 * 32 + 64 * 32) // 32 * 18, (64 * 32 + 96 * 64) // 32 * 18)
+    assert units.predictor == ((32 * 32 + 64 * 32) // 32 * 34, (64 * 32 + 96 * 64) // 32 * 34)
     assert unit_bytes(shape, "q4_0", 1, 1).predictor == (0, 0)
+    four_bits = unit_bytes(shape, "q4_0", 1, 1, [32, 64], predictor_dtype="q4_0")
+    assert four_bits.predictor == ((32 * 32 + 64 * 32) // 32 * 18, (64 * 32 + 96 * 64) // 32 * 18)
+
+
+def test_the_head_of_a_q4_0_model_is_counted_as_it_is_held():
+    """pi-run holds it in q8_0; counted in four bits, half of it was memory the budget did not know."""
+    norm = 32 * 4
+    assert unit_bytes(tiny_shape((64,)), "q4_0", 1, 1).head == 64 * 32 // 32 * 34 + norm
+    assert unit_bytes(tiny_shape((64,)), "q8_0", 1, 1).head == 64 * 32 // 32 * 34 + norm
 
 
 def test_rows_that_are_no_whole_blocks_are_refused():

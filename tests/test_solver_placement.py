@@ -2,15 +2,16 @@
 
 from dataclasses import replace
 
-import cbcbox
 import numpy as np
 import pytest
 
 from pi_toolkit.profiler.errors import PlacementError
 from pi_toolkit.profiler.hardware import GIB, read_hardware
+from pi_toolkit.solver.dense_units import place_dense_units
 from pi_toolkit.solver.memory import unit_bytes
-from pi_toolkit.solver.placement import PlacementRequest, place, place_dense_units
+from pi_toolkit.solver.placement import Placement, PlacementRequest, place
 from pi_toolkit.solver.placement_check import check_placement
+from pi_toolkit.solver.token_time import CPU
 from solver_cases import MISTRAL_7B, OPT_175B, machine, tiny_shape, zipf_counts
 
 BUDGETS_GIB = [0.5, 1, 2, 4, 8, 12, 16, 24]
@@ -43,11 +44,10 @@ def test_opt_175b_is_solved(dtype, vram):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "q4_0"])
-def test_opt_175b_fits_every_budget_without_cbc(dtype, monkeypatch, tmp_path):
-    monkeypatch.setattr(cbcbox, "cbc_bin_path", lambda: str(tmp_path / "missing"))
+def test_opt_175b_fits_every_budget_without_a_solver(dtype):
     counts = zipf_counts(OPT_175B.ffn_sizes)
     for vram in BUDGETS_GIB:
-        placement = place(OPT_175B, counts, machine(), request(vram, dtype))
+        placement = place(OPT_175B, counts, machine(), request(vram, dtype, solver="greedy"))
         assert placement.gpu_bytes <= placement.gpu_budget_bytes
         assert placement.gap < 0.02
 
@@ -57,18 +57,19 @@ def test_dense_units_go_first_in_layer_order():
     units = unit_bytes(shape, "float32", 64, 1, [32, 32, 32])
     attention, predictor = units.attention[0], units.predictor[0]
     budget = 2 * attention + predictor + 1
-    dense = place_dense_units(units, budget)
-    assert dense.attention_on_gpu == (True, True, False)
-    assert dense.predictor_on_gpu == (True, False, False)
-    assert dense.gpu_bytes == 2 * attention + predictor
-    everything = place_dense_units(units, 10**9)
-    assert everything.head_on_gpu and everything.cpu_bytes == units.embedding
+    neurons = [64 * units.neuron] * 3
+    dense = place_dense_units(units, [budget], neurons)
+    assert dense.attention.tolist() == [0, 0, CPU]
+    assert dense.predictor.tolist() == [0, CPU, CPU]
+    assert dense.gpu_bytes == (2 * attention + predictor,)
+    everything = place_dense_units(units, [10**9], neurons)
+    assert everything.head == 0 and everything.cpu_bytes == units.embedding
 
 
 def test_a_tied_head_on_the_cpu_is_the_embedding():
     """Counting it twice refuses models that fit."""
     units = unit_bytes(tiny_shape((64,), tied_embeddings=True), "float32", 64, 1)
-    assert place_dense_units(units, 0).cpu_bytes == units.embedding + sum(units.attention)
+    assert place_dense_units(units, [0], [0]).cpu_bytes == units.embedding + sum(units.attention)
 
 
 def test_no_gpu_means_an_empty_placement():
@@ -97,31 +98,58 @@ def test_cpu_memory_is_respected():
     assert placement.cpu_bytes <= cpu_bytes and sum(len(ids) for ids in placement.gpu_neurons) >= 640
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda p: {"gpu_neurons": (p.gpu_neurons[0][::-1], p.gpu_neurons[1])},
-        lambda p: {"gpu_neurons": (np.append(p.gpu_neurons[0][:-1], 10**6), p.gpu_neurons[1])},
-        lambda p: {"gpu_neurons": (p.gpu_neurons[0][1:], p.gpu_neurons[1])},
-        lambda p: {"gpu_neurons": p.gpu_neurons[:1]},
-        lambda p: {"min_gpu_neurons": (None, 0)},
-        lambda p: {"min_gpu_neurons": (len(p.gpu_neurons[0]) + 1, 0)},
-        lambda p: {"gpu_bytes": p.gpu_bytes - 1},
-        lambda p: {"gpu_budget_bytes": p.gpu_bytes - 1},
-        lambda p: {"cpu_bytes": p.cpu_bytes + 1},
-        lambda p: {"head_on_gpu": not p.head_on_gpu},
-        lambda p: {"objective_value": p.objective_value + 1},
-        lambda p: {"upper_bound": p.objective_value - 1},
-    ],
-)
-def test_the_check_notices(change):
+def moved(placement: Placement, **units: object) -> dict[str, object]:
+    return {"devices": replace(placement.devices, **units)}
+
+
+def neurons(placement: Placement, layer: int, change) -> dict[str, object]:
+    layers = [devices.copy() for devices in placement.devices.neurons]
+    layers[layer] = change(layers[layer])
+    return moved(placement, neurons=tuple(layers))
+
+
+WRONG = {
+    "a neuron more": lambda p: neurons(
+        p, 0, lambda d: np.where(np.arange(len(d)) == np.flatnonzero(d == CPU)[0], 0, d)
+    ),
+    "a neuron less": lambda p: neurons(
+        p, 0, lambda d: np.where(np.arange(len(d)) == np.flatnonzero(d == 0)[0], CPU, d)
+    ),
+    "another neuron": lambda p: neurons(p, 0, lambda d: d[::-1].copy()),
+    "a device too many": lambda p: neurons(p, 0, lambda d: np.where(d == 0, 1, d)),
+    "a device before the CPU": lambda p: neurons(p, 0, lambda d: np.where(d == CPU, -2, d)),
+    "a neuron that is none": lambda p: neurons(p, 0, lambda d: np.append(d, CPU)),
+    "a layer less": lambda p: moved(p, neurons=p.devices.neurons[:1]),
+    "attention moved": lambda p: moved(p, attention=np.array([CPU, 0])),
+    "attention nowhere": lambda p: moved(p, attention=np.array([1, 0])),
+    "head moved": lambda p: moved(p, head=CPU if p.devices.head == 0 else 0),
+    "no layer of neurons allowed": lambda p: {"min_gpu_neurons": (None, 0)},
+    "C_l above": lambda p: {"min_gpu_neurons": (len(p.gpu_neurons[0]) + 1, 0)},
+    "bytes": lambda p: {"gpu_used": (p.gpu_used[0] - 1,)},
+    "budget": lambda p: {"gpu_budgets": (p.gpu_used[0] - 1,)},
+    "bytes of the CPU": lambda p: {"cpu_bytes": p.cpu_bytes + 1},
+    "objective": lambda p: {"objective_value": p.objective_value * 1.001},
+    "bound above": lambda p: {"bound": p.objective_value * 1.01},
+    "bound below": lambda p: {"bound": p.objective_value * 0.99},
+    "firings": lambda p: {"gpu_firings": p.gpu_firings + 1},
+    "gap": lambda p: {"gap": p.gap + 1e-6},
+    "time": lambda p: {"time": replace(p.time, head_seconds=p.time.head_seconds * 2)},
+    "speeds": lambda p: {"speeds": replace(p.speeds, cpu_bytes_per_second=1e12)},
+    "synchronisation": lambda p: {"speeds": replace(p.speeds, sync_seconds=1e-3)},
+}
+
+
+@pytest.mark.parametrize("objective", ["firings", "latency"])
+@pytest.mark.parametrize("wrong", WRONG)
+def test_the_check_notices(wrong, objective):
     """A solver's answer is believed only after this; each lambda is one way of being wrong."""
     shape = tiny_shape((640, 640))
     counts = zipf_counts(shape.ffn_sizes)
-    ask = request(1, "float32", 64, vram_bytes=500_000, reserve_bytes=0, sync_seconds=0.0)
+    ask = request(1, "float32", 64, vram_bytes=400_000, reserve_bytes=0, tokens=10**6, objective=objective)
+    ask = replace(ask, sync_seconds=0.0, mode="predicted")
     placement = place(shape, counts, machine(), ask)
     units = unit_bytes(shape, "float32", 64, 1)
-    assert 0 < len(placement.gpu_neurons[0]) < 640
+    assert 0 < len(placement.gpu_neurons[0]) < 640 and placement.devices.attention.tolist() == [0, 0]
     check_placement(placement, units, counts, machine().cpu_memory_bytes)
     with pytest.raises(PlacementError, match="did not pass"):
-        check_placement(replace(placement, **change(placement)), units, counts, machine().cpu_memory_bytes)
+        check_placement(replace(placement, **WRONG[wrong](placement)), units, counts, machine().cpu_memory_bytes)

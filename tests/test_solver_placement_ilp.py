@@ -5,15 +5,17 @@ import stat
 
 import cbcbox
 import numpy as np
+import pulp
 import pytest
 
 from pi_toolkit.profiler.errors import PlacementError
 from pi_toolkit.solver.neuron_groups import group_neurons
 from pi_toolkit.solver.placement_bound import upper_bound
 from pi_toolkit.solver.placement_greedy import greedy_placement
-from pi_toolkit.solver.placement_ilp import solve_with_cbc
+from pi_toolkit.solver.placement_ilp import solve_ilp
 from pi_toolkit.solver.placement_problem import PlacementProblem
 from pi_toolkit.solver.placement_solve import solve
+from pi_toolkit.solver.token_time import CPU
 from solver_cases import LLAMA_7B, zipf_counts
 
 
@@ -27,7 +29,7 @@ def random_problem(seed: int) -> PlacementProblem:
     capacity = int(rng.integers(0, sum(ffn_sizes) + 1))
     fewest = int(rng.integers(0, capacity + 1)) if rng.random() < 0.4 else 0
     thresholds = tuple(None if rng.random() < 0.15 else int(rng.integers(0, neurons + 1)) for neurons in ffn_sizes)
-    return PlacementProblem(group_neurons(counts, group), capacity, fewest, thresholds)
+    return PlacementProblem(group_neurons(counts, group), (capacity,), fewest, thresholds)
 
 
 def brute_force(problem: PlacementProblem) -> int | None:
@@ -42,7 +44,7 @@ def brute_force(problem: PlacementProblem) -> int | None:
         options.append(sorted(set(zip(neurons[allowed].tolist(), value[allowed].tolist(), strict=True))))
     for combination in itertools.product(*options):
         neurons, value = (sum(part) for part in zip(*combination, strict=True))
-        if problem.fewest_on_gpu <= neurons <= problem.gpu_capacity and (best is None or value > best):
+        if problem.fewest_gpu_bytes <= neurons <= problem.gpu_bytes[0] and (best is None or value > best):
             best = value
     return best
 
@@ -63,13 +65,14 @@ def test_equals_brute_force_on_random_instances(block):
         assert best <= upper_bound(problem) and best <= solution.upper_bound, f"seed {seed}"
 
 
-def test_cbc_alone_equals_brute_force():
-    """The greedy answer beside CBC could hide a wrong integer program."""
+@pytest.mark.parametrize("solver", ["cbc", "highs"])
+def test_a_solver_alone_equals_brute_force(solver):
+    """The greedy answer beside it could hide a wrong integer program."""
     for seed in range(300, 340):
         problem = random_problem(seed)
         if not problem.open_layers():
             continue
-        answer = solve_with_cbc(problem, 30)
+        answer = solve_ilp(problem, solver, 30)
         assert (None if answer is None else problem.value(answer.choice)) == brute_force(problem), f"seed {seed}"
 
 
@@ -79,18 +82,23 @@ def test_seven_billion_model_has_a_proven_gap(threshold, share):
     """The gap that is reported is held against the best value any other method here knows."""
     counts = zipf_counts(LLAMA_7B.ffn_sizes)
     capacity = int(share * sum(LLAMA_7B.ffn_sizes))
-    problem = PlacementProblem(group_neurons(counts), capacity, 0, (threshold,) * 32)
+    problem = PlacementProblem(group_neurons(counts), (capacity,), 0, (threshold,) * 32)
     solution = solve(problem, 60)
     assert solution.status == "optimal" and solution.gap <= 1e-4
     hottest_anywhere = np.sort(np.concatenate(counts))[::-1][:capacity].sum()
-    assert problem.value(greedy_placement(problem)) <= solution.value <= solution.upper_bound
+    assert greedy_value(problem) <= solution.value <= solution.upper_bound
     assert solution.upper_bound <= upper_bound(problem) <= hottest_anywhere
+
+
+def greedy_value(problem: PlacementProblem) -> int:
+    chosen = greedy_placement(problem)
+    return sum(int(groups.impacts[c].sum()) for groups, c in zip(problem.layers, chosen, strict=True))
 
 
 def two_layer_problem() -> PlacementProblem:
     """Greedy is short of the optimum here: the densest start is a layer whose threshold wastes the memory."""
     counts = [np.array([100, 0, 0, 0]), np.array([60, 60, 60, 60])]
-    return PlacementProblem(group_neurons(counts, 1), 4, 0, (3, 1))
+    return PlacementProblem(group_neurons(counts, 1), (4,), 0, (3, 1))
 
 
 def missing_binary(monkeypatch, tmp_path):
@@ -120,10 +128,20 @@ def _script(monkeypatch, tmp_path, body):
 
 
 @pytest.mark.parametrize("failure", [missing_binary, crashing_binary, silent_binary, nonsense_binary])
-def test_greedy_takes_over_when_cbc_is_unusable(failure, monkeypatch, tmp_path):
-    """A placement must not depend on one binary, and its gap must still be true."""
+def test_highs_takes_over_when_cbc_is_unusable(failure, monkeypatch, tmp_path):
+    """A placement must not depend on one binary."""
+    failure(monkeypatch, tmp_path)
+    solution = solve(two_layer_problem(), 5)
+    assert (solution.value, solution.status) == (brute_force(two_layer_problem()), "optimal")
+    assert solution.fallback_reason.startswith("HiGHS is used instead: CBC")
+
+
+@pytest.mark.parametrize("failure", [missing_binary, crashing_binary, silent_binary, nonsense_binary])
+def test_greedy_takes_over_when_no_solver_is_usable(failure, monkeypatch, tmp_path):
+    """And its gap must still be true."""
     best = brute_force(two_layer_problem())
     failure(monkeypatch, tmp_path)
+    monkeypatch.setattr(pulp.HiGHS, "available", lambda _: False)
     solution = solve(two_layer_problem(), 5)
     assert solution.status == "greedy" and solution.fallback_reason
     assert solution.value <= best <= solution.upper_bound
@@ -133,7 +151,7 @@ def test_greedy_takes_over_when_cbc_is_unusable(failure, monkeypatch, tmp_path):
 def test_running_out_of_time_falls_back_and_says_so():
     """PuLP calls a run that was stopped by the clock optimal."""
     counts = zipf_counts((11008,) * 32)
-    solution = solve(PlacementProblem(group_neurons(counts), 10_000, 0, (5000,) * 32), 0.001)
+    solution = solve(PlacementProblem(group_neurons(counts), (10_000,), 0, (5000,) * 32), 0.001)
     assert solution.status in ("greedy", "feasible")
     assert solution.value <= solution.upper_bound
 
@@ -141,18 +159,18 @@ def test_running_out_of_time_falls_back_and_says_so():
 def test_relative_counts_are_placed():
     """PowerInfer's activation files may hold frequencies instead of counts."""
     counts = [np.array([0.5, 0.001, 0.25, 0.0]), np.array([0.125, 0.0625, 0.0, 0.0])]
-    solution = solve(PlacementProblem(group_neurons(counts, 1), 3, 0, (0, 0)), 5)
+    solution = solve(PlacementProblem(group_neurons(counts, 1), (3,), 0, (0, 0)), 5)
     assert solution.value == pytest.approx(0.875) and solution.status == "optimal"
-    assert [chosen.sum() for chosen in solution.choice] == [2, 1]
+    assert [(devices != CPU).sum() for devices in solution.choice] == [2, 1]
 
 
 def test_memory_of_the_cpu_forces_cold_neurons_onto_the_gpu():
     """Without eq. 6 for the CPU nothing brings neurons that never fire to the GPU."""
-    problem = PlacementProblem(group_neurons([np.array([5, 0, 0, 0])], 1), 3, 3, (1,))
+    problem = PlacementProblem(group_neurons([np.array([5, 0, 0, 0])], 1), (3,), 3, (1,))
     solution = solve(problem, 5)
-    assert sum(int(chosen.sum()) for chosen in solution.choice) == 3
+    assert sum(int((devices != CPU).sum()) for devices in solution.choice) == 3
 
 
 def test_nothing_fits_either_memory():
     with pytest.raises(PlacementError, match=r"does not fit .* --vram"):
-        solve(PlacementProblem(group_neurons([np.array([5, 3, 2, 1])], 1), 3, 4, (1,)), 5)
+        solve(PlacementProblem(group_neurons([np.array([5, 3, 2, 1])], 1), (3,), 4, (1,)), 5)
