@@ -61,6 +61,9 @@ class FiringCounter:
         self.counts = torch.zeros(HALVES, sum(shape.ffn_sizes), dtype=torch.int64, device=device)
         self._layers = self.counts.split(list(shape.ffn_sizes), dim=1)
         self._threshold, self._first_half_tokens = shape.activation_threshold, 0
+        self._fires: torch.Tensor | None = (
+            None  # of the tensor just counted; memory that is new each time costs page faults
+        )
 
     def expect(self, batch: WindowBatch) -> None:
         """The next tensors that are counted belong to *batch*."""
@@ -72,7 +75,9 @@ class FiringCounter:
 
         # Into integers as wide as the numbers: torch's comparison into bool is five times slower (BF16 on a CPU).
         integer = torch.int32 if pre_activation.itemsize == 4 else torch.int16
-        fires, cut = torch.empty_like(pre_activation, dtype=integer), self._first_half_tokens
+        if self._fires is None or self._fires.shape != pre_activation.shape or self._fires.dtype != integer:
+            self._fires = torch.empty_like(pre_activation, dtype=integer)
+        fires, cut = self._fires, self._first_half_tokens
         torch.gt(pre_activation, self._threshold, out=fires)
         for half, rows in enumerate((fires[:cut], fires[cut:])):
             for part in rows.split(_MOST_ROWS):

@@ -10,14 +10,14 @@ import io
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 INK, MUTED, ACCENT, SECOND = "#1f2430", "#8a93a3", "#1f5fa8", "#c8641b"  # text, secondary lines, two series
 HEAT_COLOURS = "cividis"  # even in lightness, so that it survives a black-and-white printer
-_RC = {
+_RC: dict[Any, Any] = {
     "svg.fonttype": "none",  # letters stay letters, in the page's own font
     "svg.hashsalt": "powerinfer-toolkit",
     "font.family": "sans-serif",
