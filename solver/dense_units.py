@@ -51,7 +51,7 @@ def place_dense_units(
         return CPU
 
     for layer in range(layers):
-        from_home = sorted(range(gpus), key=lambda gpu, home=homes[layer]: gpu != home)
+        from_home = [int(homes[layer]), *(gpu for gpu in range(gpus) if gpu != homes[layer])] if gpus else []
         attention[layer] = takes(units.attention[layer], from_home)
         if units.predictor[layer]:
             beside = [int(attention[layer])] if attention[layer] != CPU else from_home

@@ -77,7 +77,7 @@ def _print_layers(placement: Placement, counts: Sequence[np.ndarray]) -> None:
             "T_gpu µs": [_us(seconds) for seconds in time.gpu_seconds],
             "T_cpu µs": [_us(seconds) for seconds in time.cpu_seconds],
             "C_l": ["never" if fewest is None else fewest for fewest in placement.min_gpu_neurons],
-            "y_l": is_split(units, devices).astype(int),
+            "y_l": is_split(units, devices).astype(int).tolist(),
             "firings on GPU": shares,
             "layer µs": [_us(seconds) for seconds in time.layer_seconds],
         }
