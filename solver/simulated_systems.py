@@ -8,6 +8,7 @@ gpu only       every neuron, everything on the GPU, where it fits (vLLM)
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
@@ -35,8 +36,10 @@ def unit_devices(model: SimulatedModel, system: System, hardware: Hardware) -> t
     """
     if system in ("powerinfer", "random"):
         placement = _by_program(model, hardware)
-        neurons = _neuron_devices(model.shape, placement)
-        return _hybrid(placement, neurons if system == "powerinfer" else _shuffled(neurons)), placement.gap
+        devices = placement.devices
+        if system == "random":
+            devices = replace(devices, neurons=tuple(_shuffled(devices.neurons)))
+        return devices, placement.gap
     devices = _whole_layers(system_units(model, system), model.shape, [_room(gpu) for gpu in hardware.gpus])
     if system == "gpu only" and not (devices.head >= 0 and (devices.attention >= 0).all()):
         raise PlacementError("the model does not fit the GPU: leave out the system 'gpu only'")
@@ -65,7 +68,7 @@ def system_reads(model: SimulatedModel, system: System) -> tuple[np.ndarray, ...
 def system_units(model: SimulatedModel, system: System) -> UnitBytes:
     """Bytes of the units; the dense systems have no predictors."""
     hidden = None if system in DENSE else model.predictor_hidden
-    return unit_bytes(model.shape, model.dtype, model.context, 1, hidden, model.predictor_dtype, model.dtype)
+    return unit_bytes(model.shape, model.dtype, model.context, 1, hidden, model.predictor_dtype)
 
 
 def _room(gpu: Gpu) -> int:
@@ -73,40 +76,24 @@ def _room(gpu: Gpu) -> int:
 
 
 def _by_program(model: SimulatedModel, hardware: Hardware) -> Placement:
-    gpu = hardware.gpu
     request = PlacementRequest(
-        vram_bytes=gpu.memory_bytes if gpu else 0,
-        reserve_bytes=gpu.reserve_bytes if gpu else 0,
+        vram_bytes=tuple(gpu.memory_bytes for gpu in hardware.gpus),
+        reserve_bytes=tuple(gpu.reserve_bytes for gpu in hardware.gpus),
         dtype=model.dtype,
         context=model.context,
         batch_size=1,
         predictor_dtype=model.predictor_dtype,
-        head_dtype=model.dtype,
+        tokens=FIRINGS_PER_SHARE,
+        mode="predicted",
     )
     counts = [np.rint(share * FIRINGS_PER_SHARE).astype(np.int64) for share in model.firing_shares]
     return place(model.shape, counts, hardware, request, model.predictor_hidden)
-
-
-def _neuron_devices(shape: ModelShape, placement: Placement) -> list[np.ndarray]:
-    devices = [np.full(neurons, CPU, dtype=np.int8) for neurons in shape.ffn_sizes]
-    for layer, ids in zip(devices, placement.gpu_neurons, strict=True):
-        layer[ids] = 0
-    return devices
 
 
 def _shuffled(neurons: Sequence[np.ndarray]) -> list[np.ndarray]:
     """As many on each device, drawn over the whole model."""
     drawn = np.random.default_rng(_SEED).permutation(np.concatenate(neurons))
     return np.split(drawn, np.cumsum([len(layer) for layer in neurons])[:-1])
-
-
-def _hybrid(placement: Placement, neurons: Sequence[np.ndarray]) -> UnitDevices:
-    return UnitDevices(
-        attention=np.where(placement.attention_on_gpu, 0, CPU),
-        predictor=np.where(placement.predictor_on_gpu, 0, CPU),
-        head=0 if placement.head_on_gpu else CPU,
-        neurons=tuple(neurons),
-    )
 
 
 def _whole_layers(units: UnitBytes, shape: ModelShape, rooms: Sequence[int]) -> UnitDevices:

@@ -36,7 +36,7 @@ class FittedConstants:
     scattered_read_share: float
 
 
-FITTED = FittedConstants(overhead_seconds_per_layer=3.952e-4, scattered_read_share=0.4871)
+FITTED = FittedConstants(overhead_seconds_per_layer=0.0003898, scattered_read_share=0.4943)
 
 
 @dataclass(frozen=True)
