@@ -1,12 +1,14 @@
 """The objective latency on the shapes of real models: gaps, order of the objectives, budgets that are used."""
 
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
 
 from pi_toolkit.profiler.errors import PlacementError
 from pi_toolkit.profiler.hardware import GIB, read_hardware
+from pi_toolkit.profiler.model_families import ModelShape
 from pi_toolkit.solver.placement import Placement, PlacementRequest, place
 from pi_toolkit.solver.token_time import CPU
 from solver_cases import FALCON_40B, LLAMA_70B, MISTRAL_7B, OPT_30B, OPT_175B, machine, tiny_shape, zipf_counts
@@ -15,7 +17,7 @@ SHAPES = {"LLaMA-70B": LLAMA_70B, "Mistral-7B": MISTRAL_7B, "OPT-30B": OPT_30B}
 TOKENS = 10**6
 
 
-def placed(shape, vram: float, dtype: str, objective: str = "latency", **changes: object) -> Placement:
+def placed(shape: ModelShape, vram: float, dtype: str, objective: str = "latency", **changes: object) -> Placement:
     """On the paper's PC-High with memory for everything, predictors a ninth as wide as the model."""
     hardware = replace(read_hardware("rtx4090-i9-13900k"), cpu_memory_bytes=1024 * GIB)
     reserve = hardware.gpu.reserve_bytes
@@ -25,7 +27,10 @@ def placed(shape, vram: float, dtype: str, objective: str = "latency", **changes
     widths = [shape.hidden_size // 9 // 32 * 32] * shape.num_layers
     request = replace(request, **changes)
     hardware = replace(hardware, gpus=hardware.gpus * len(request.gpu_budgets))
-    return place(shape, zipf_counts(shape.ffn_sizes), hardware, request, widths)
+    return place(shape, counts_of(shape.ffn_sizes), hardware, request, widths)
+
+
+counts_of = cache(zipf_counts)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "q4_0"])
@@ -33,7 +38,7 @@ def placed(shape, vram: float, dtype: str, objective: str = "latency", **changes
 def test_latency_beats_firings_beats_random_and_grows_with_the_budget(name: str, dtype: str) -> None:
     """An objective that is worse than what it replaces, and memory that makes a model slower."""
     before = 0.0
-    for vram in (0.5, 1, 2, 4, 8, 12, 16, 24):
+    for vram in (0.5, 1, 3, 8, 16, 24):
         placement = placed(SHAPES[name], vram, dtype)
         this, rivals = placement.time.tokens_per_second, placement.rivals
         assert placement.gap <= 1e-3 and placement.status in ("optimal", "feasible")
@@ -41,20 +46,23 @@ def test_latency_beats_firings_beats_random_and_grows_with_the_budget(name: str,
         # Where hardly any memory is left for neurons, the paper's objective divides layers that are not worth it.
         assert rivals["paper"] >= rivals["random"] * (1 - 1e-3)
         assert this >= before * (1 - 2e-4), f"{vram} GiB"
+        assert vram < 2 or used_share(placement, SHAPES[name]) >= 0.995, f"{vram} GiB"
         before = this
 
 
-@pytest.mark.parametrize("objective", ["latency", "firings"])
 @pytest.mark.parametrize("dtype", ["float16", "q4_0"])
 @pytest.mark.parametrize("name", SHAPES)
-def test_the_budget_is_used(name: str, dtype: str, objective: str) -> None:
+def test_the_paper_uses_the_budget_as_well(name: str, dtype: str) -> None:
     """PowerInfer's arithmetic leaves a quarter of it empty on the first two."""
-    for vram in (2, 4, 8):
-        placement = placed(SHAPES[name], vram, dtype, objective)
-        whole = sum(placement.units.attention) + sum(placement.units.predictor) + placement.units.head
-        whole += sum(SHAPES[name].ffn_sizes) * placement.units.neuron
-        allowed = min(placement.gpu_budget_bytes, whole)
-        assert placement.gpu_bytes >= allowed * 0.995, f"{vram} GiB: {placement.gpu_bytes / allowed:.4f}"
+    placement = placed(SHAPES[name], 4, dtype, "firings")
+    assert used_share(placement, SHAPES[name]) >= 0.995
+
+
+def used_share(placement: Placement, shape: ModelShape) -> float:
+    """Bytes placed, of those that the budget allows and the model has."""
+    units = placement.units
+    whole = sum(units.attention) + sum(units.predictor) + units.head + sum(shape.ffn_sizes) * units.neuron
+    return placement.gpu_bytes / min(placement.gpu_budget_bytes, whole)
 
 
 @pytest.mark.parametrize(("shape", "vram"), [(OPT_175B, 24), (FALCON_40B, 24)])
