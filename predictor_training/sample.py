@@ -50,6 +50,11 @@ class LayerSamples:
         bits = np.unpackbits(self.firing[rows].numpy(), axis=1, count=self.neurons, bitorder="little")
         return self.inputs[rows].to(self.device).float(), torch.from_numpy(bits).to(self.device).bool()
 
+    def evenly(self, count: int) -> "torch.Tensor":
+        """Inputs float32 [≤ *count*, hidden] of samples spread evenly over all of them."""
+        step = -(-len(self) // count)
+        return self.inputs[::step].to(self.device).float()
+
     def batches(self, size: int) -> "Iterator[tuple[torch.Tensor, torch.Tensor]]":
         """All samples in order."""
         for start in range(0, len(self), size):
