@@ -35,25 +35,13 @@ def firing_map(checkpoint: Checkpoint, layer: int) -> FiringMap:
 
     Reads a checkpoint or a model file.
     """
-    import torch
-
     shape = checkpoint.shape
-    norm = "ffn_norm" if shape.separate_ffn_norm else "attention_norm"
-    of_norm = shape.ffn_shapes(layer) if shape.separate_ffn_norm else shape.attention_shapes()
     centred = shape.norm == "layer"
-    norm_weight = dense(checkpoint.layer(layer, f"{norm}.weight"), torch.float32)
-    norm_bias = (
-        dense(checkpoint.layer(layer, f"{norm}.bias"), torch.float32)
-        if f"{norm}.bias" in of_norm
-        else torch.zeros(shape.hidden_size)
-    )
+    norm_weight, norm_bias = _norm(checkpoint, layer)
 
-    def one(role: str) -> tuple[torch.Tensor, torch.Tensor]:
-        rows = dense(checkpoint.neuron_rows(layer, f"{role}.weight"), torch.float32)
-        bias = rows @ norm_bias - shape.activation_threshold
-        if shape.ffn_bias and role == "up":
-            bias = bias + dense(checkpoint.layer(layer, "up.bias"), torch.float32)
-        weight = rows * norm_weight
+    def one(role: str) -> "tuple[torch.Tensor, torch.Tensor]":
+        rows, bias = _rows(checkpoint, layer, role)
+        weight, bias = rows * norm_weight, bias + rows @ norm_bias - shape.activation_threshold
         return (weight - weight.mean(dim=1, keepdim=True) if centred else weight), bias
 
     weight, bias = one("gate" if shape.gated else "up")
@@ -63,3 +51,53 @@ def firing_map(checkpoint: Checkpoint, layer: int) -> FiringMap:
         weight = weight / lengths[0][:, None] + for_up / lengths[1][:, None]
         bias = bias / lengths[0] + up_bias / lengths[1]
     return FiringMap(weight, bias, centred)
+
+
+def neuron_impact(checkpoint: Checkpoint, layer: int, inputs: "torch.Tensor") -> "torch.Tensor":
+    """What a missed firing of each neuron of *layer* takes from the layer's output: mean of |h| · ‖d‖ over its firings on
+    *inputs* [tokens, hidden], with h what multiplies its down row d. Float32 [neurons], mean 1; 1 where nothing fires."""
+    import torch
+
+    shape = checkpoint.shape
+    norm_weight, norm_bias = _norm(checkpoint, layer)
+    x = inputs.cpu().float()
+    centred = x - x.mean(dim=1, keepdim=True) if shape.norm == "layer" else x
+    normed = (
+        centred / (centred.square().mean(dim=1, keepdim=True) + shape.norm_epsilon).sqrt() * norm_weight + norm_bias
+    )
+
+    def product(role: str) -> torch.Tensor:
+        rows, bias = _rows(checkpoint, layer, role)
+        return normed @ rows.T + bias
+
+    z = product("gate" if shape.gated else "up")
+    activation = z * (z > shape.activation_threshold)
+    if shape.gated:
+        up = product("up")
+        activation = activation * (up.relu() if shape.activation == "drelu" else up)
+    down = dense(checkpoint.neuron_rows(layer, "down.weight"), torch.float32).norm(dim=1)
+    firings = (activation != 0).sum(dim=0)
+    impact = activation.abs().sum(dim=0) / firings.clamp(min=1) * down
+    return torch.where(firings > 0, impact / impact[firings > 0].mean().clamp(min=1e-12), 1.0)
+
+
+def _norm(checkpoint: Checkpoint, layer: int) -> "tuple[torch.Tensor, torch.Tensor]":
+    """Weight and bias of the norm before the FFN."""
+    import torch
+
+    shape = checkpoint.shape
+    name = "ffn_norm" if shape.separate_ffn_norm else "attention_norm"
+    weight = dense(checkpoint.layer(layer, f"{name}.weight"), torch.float32)
+    if f"{name}.bias" not in shape.norm_shapes(name):
+        return weight, torch.zeros_like(weight)
+    return weight, dense(checkpoint.layer(layer, f"{name}.bias"), torch.float32)
+
+
+def _rows(checkpoint: Checkpoint, layer: int, role: str) -> "tuple[torch.Tensor, torch.Tensor]":
+    """Matrix ``gate`` or ``up`` by neuron, and its biases."""
+    import torch
+
+    rows = dense(checkpoint.neuron_rows(layer, f"{role}.weight"), torch.float32)
+    if role == "up" and checkpoint.shape.ffn_bias:
+        return rows, dense(checkpoint.layer(layer, "up.bias"), torch.float32)
+    return rows, torch.zeros(len(rows))

@@ -3,13 +3,15 @@
 The map G·x + b·σ(x) (see :mod:`.firing_map`) is cut where the inputs do not move: by the singular values of D·G·C^½, with C
 the second moments of the inputs and D = 1 / deviation of each neuron's score. The format has a ReLU between the two matrices
 and no bias, so each unit adds a multiple of the constant direction, on which every token projects at about 1, and stays in
-the linear part of its ReLU for most tokens; unit 0 is that direction itself and takes the sum of these offsets back.
+the linear part of its ReLU for most tokens; unit 0 is that direction itself and takes the sum of these offsets back. Inputs
+without a mean (those of models with random weights) have no such direction; there two units of opposite sign are one line.
 """
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from .firing_map import FiringMap
+from .predictor import scores
 from .sample import LayerSamples
 
 if TYPE_CHECKING:
@@ -21,10 +23,10 @@ if TYPE_CHECKING:
 MARGIN = 3.0
 SCORE_DEVIATION = 0.3
 MOMENT_SAMPLES, SCORE_SAMPLES = 32_768, 8192
-LINEAR_DEVIATIONS = 2.0  # of a unit's input that lie between its usual value and the ReLU's bend
+LINEAR_DEVIATIONS = 3.0  # of a unit's input that lie between its usual value and the ReLU's bend
 LOGISTIC_SLOPE = 1.7  # of a logistic curve that follows a Gaussian's distribution function
-LEAST_ERROR = 0.01  # of a cut map, as a share of a score's deviation
-MOST_CERTAIN = 20.0  # logit of a neuron's usual score
+LEAST_ERROR = 0.1  # of a cut map, as a share of a score's deviation
+STEADIEST = 0.02  # deviation of a score as a share of its mean
 SMALL = 1e-6
 
 
@@ -68,7 +70,8 @@ def cut_map(firing: FiringMap, samples: LayerSamples, scale: float) -> CutMap:
         linear = weight + bias[:, None] * of_magnitude
         mean = linear @ inputs.mean(dim=0)
         moving = linear - mean[:, None] * constant
-        deviation = (inputs[:SCORE_SAMPLES] @ moving.T).std(dim=0, correction=0).clamp(min=SMALL)
+        deviation = (inputs[:SCORE_SAMPLES] @ moving.T).std(dim=0, correction=0)
+        deviation = torch.maximum(deviation, STEADIEST * mean.abs()).clamp(min=SMALL)
         root = torch.linalg.cholesky(moments)
         standard = (moving / deviation[:, None]).double()
         values, vectors = torch.linalg.eigh(root.T @ (standard.T @ standard) @ root)
@@ -77,7 +80,12 @@ def cut_map(firing: FiringMap, samples: LayerSamples, scale: float) -> CutMap:
         columns = standard @ (root @ vectors) * deviation.double()[:, None]
         directions = torch.linalg.solve_triangular(root.T, vectors, upper=True).T
         return CutMap(
-            directions.float(), columns.float(), constant, mean, deviation, (values / values.sum().clamp(min=SMALL)).float()
+            directions.float(),
+            columns.float(),
+            constant,
+            mean,
+            deviation,
+            (values / values.sum().clamp(min=SMALL)).float(),
         )
 
 
@@ -86,25 +94,47 @@ def weights_of_map(
 ) -> "tuple[torch.Tensor, torch.Tensor]":
     """``fc1`` [width, hidden] and ``fc2`` [neurons, width] for inputs divided by *scale*.
 
-    Units beyond the rank of the map are random. Scores are logits of firing: the error of the cut map is taken as Gaussian.
+    Units beyond the rank of the map are random. Scores are logits of firing, the error against the whole map, measured on
+    samples, taken as Gaussian. Lines are units with an offset or pairs of units, whichever has the smaller error.
     """
     import torch
 
     fc1, fc2 = random_weights(samples, scale, width, weight, generator)
-    rank = min(width - 1, len(cut.directions))
     with torch.inference_mode():
         inputs = samples.evenly(SCORE_SAMPLES) / scale
-        projections = inputs @ cut.directions[:rank].T
-        offsets = LINEAR_DEVIATIONS * projections.std(dim=0, correction=0)
-        rows = cut.columns[:, :rank]
-        left_out = (cut.deviation.square() - rows.square().sum(dim=1)).clamp(min=0).sqrt()
-        slope = LOGISTIC_SLOPE / torch.maximum(left_out, LEAST_ERROR * cut.deviation)
-        fc1[0] = cut.constant
-        fc1[1 : 1 + rank] = cut.directions[:rank] + offsets[:, None] * cut.constant
-        fc2[:, 1 : 1 + rank] = slope[:, None] * rows
-        usual = (slope * cut.mean).clamp(-MOST_CERTAIN, MOST_CERTAIN)
-        fc2[:, 0] = MARGIN + torch.log(weight) + usual - fc2[:, 1 : 1 + rank] @ offsets
+        rank = min(width - 1, len(cut.directions))
+        exact = (inputs @ cut.directions.T) @ cut.columns.T + (inputs @ cut.constant)[:, None] * cut.mean
+
+        def error(rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+            return (scores(rows, columns, inputs) - exact).square().mean(dim=0).sqrt()
+
+        choices = [_with_offsets(cut, rank), _in_pairs(cut, min(rank, (width - 1) // 2))]
+        errors = [error(*choice) for choice in choices]
+        best = min(range(2), key=lambda i: float((errors[i] / cut.deviation).mean()))
+        slope = LOGISTIC_SLOPE / torch.maximum(errors[best], LEAST_ERROR * cut.deviation)
+        rows, columns = choices[best]
+        fc1[: len(rows)] = rows
+        fc2[:, : len(rows)] = slope[:, None] * columns
+        fc2[:, 0] += MARGIN + torch.log(weight)
     return fc1, fc2
+
+
+def _with_offsets(cut: CutMap, rank: int) -> "tuple[torch.Tensor, torch.Tensor]":
+    """The first *rank* directions, a unit each, and the constant one; scores have the unit of the map."""
+    import torch
+
+    rows = torch.cat([cut.constant[None], cut.directions[:rank] + LINEAR_DEVIATIONS * cut.constant])
+    columns = cut.columns[:, :rank]
+    return rows, torch.cat([(cut.mean - LINEAR_DEVIATIONS * columns.sum(dim=1))[:, None], columns], dim=1)
+
+
+def _in_pairs(cut: CutMap, rank: int) -> "tuple[torch.Tensor, torch.Tensor]":
+    """The first *rank* directions, two units each, and the constant one."""
+    import torch
+
+    directions, columns = cut.directions[:rank], cut.columns[:, :rank]
+    rows = torch.cat([cut.constant[None], directions, -directions])
+    return rows, torch.cat([cut.mean[:, None], columns, -columns], dim=1)
 
 
 def random_weights(
@@ -130,18 +160,19 @@ def random_weights(
 
 
 def widened(
-    fc1: "torch.Tensor", fc2: "torch.Tensor", wider: "tuple[torch.Tensor, torch.Tensor]"
+    fc1: "torch.Tensor",
+    fc2: "torch.Tensor",
+    wider: "tuple[torch.Tensor, torch.Tensor]",
+    inputs: "torch.Tensor",
 ) -> "tuple[torch.Tensor, torch.Tensor]":
-    """A trained predictor with the further units of *wider* appended, which begin with what they add on top.
-
-    The offsets of the new units come back through unit 0, as in *wider*.
-    """
+    """A trained predictor with the further units of *wider* appended; what they add on the mean of *inputs* (scaled,
+    [tokens, hidden]) is taken from unit 0."""
     import torch
 
     old, (new_fc1, new_fc2) = len(fc1), wider
     grown = torch.cat([fc2, new_fc2[:, old:]], dim=1)
-    # A unit's usual value is its offset, which is its projection's deviation times LINEAR_DEVIATIONS = LINEAR_DEVIATIONS.
-    grown[:, 0] -= LINEAR_DEVIATIONS * new_fc2[:, old:].sum(dim=1)
+    units = (inputs @ new_fc1.T).relu()
+    grown[:, 0] -= new_fc2[:, old:] @ units.mean(dim=0)[old:] / units[:, 0].mean().clamp(min=SMALL)
     return torch.cat([fc1, new_fc1[old:]]), grown
 
 

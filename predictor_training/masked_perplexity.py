@@ -79,7 +79,9 @@ def masked_perplexity(
         for number, batch in enumerate(batches):
             if number % processes.count == processes.rank:
                 hidden = model.base_model(input_ids=batch.to(device), use_cache=False).last_hidden_state
-                for row, window in zip(hidden, batch.to(device), strict=True):  # row by row: logits of a batch are large
+                for row, window in zip(
+                    hidden, batch.to(device), strict=True
+                ):  # row by row: logits of a batch are large
                     logits = model.get_output_embeddings()(row[:-1]).float()
                     totals[0] += float(cross_entropy(logits, window[1:], reduction="sum"))
                     totals[1] += len(window) - 1

@@ -39,6 +39,16 @@ class Quality:
         return self.candidates / self.decisions
 
     @property
+    def accuracy(self) -> float:
+        """Share of the decisions that are right."""
+        return 1 - (self.firings + self.candidates - 2 * self.hits) / self.decisions
+
+    @property
+    def excess(self) -> float:
+        """Candidates that do not fire, per firing."""
+        return (self.candidates - self.hits) / self.firings if self.firings else 0.0
+
+    @property
     def firing_share(self) -> float:
         return self.firings / self.decisions
 
@@ -58,14 +68,18 @@ def measure_quality(
 
 
 def threshold_for_recall(
-    fc1: "torch.Tensor", fc2: "torch.Tensor", recall: float, batches: "Iterable[tuple[torch.Tensor, torch.Tensor]]"
+    fc1: "torch.Tensor",
+    fc2: "torch.Tensor",
+    recall: float,
+    batches: "Iterable[tuple[torch.Tensor, torch.Tensor]]",
+    smallest: float = SMALLEST_THRESHOLD,
 ) -> float:
-    """The largest threshold at which at least *recall* of the firings are candidates, but no less than a small positive
-    one; with no firing at all, the largest score seen, so that almost nothing is named."""
+    """The largest threshold at which at least *recall* of the firings are candidates, but no less than *smallest*; with no
+    firing at all, the largest score seen, so that almost nothing is named."""
     import torch
 
     of_firings: list[torch.Tensor] = []
-    largest = SMALLEST_THRESHOLD
+    largest = smallest
     for inputs, fires in batches:
         z = scores(fc1, fc2, inputs)
         of_firings.append(z[fires])
@@ -74,4 +88,4 @@ def threshold_for_recall(
     if not len(firing_scores):
         return largest
     allowed_misses = len(firing_scores) - math.ceil(recall * len(firing_scores))
-    return max(SMALLEST_THRESHOLD, float(firing_scores.kthvalue(allowed_misses + 1).values))
+    return max(smallest, float(firing_scores.kthvalue(allowed_misses + 1).values))

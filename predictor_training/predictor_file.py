@@ -69,8 +69,13 @@ class PredictorSet:
         return sum(weight.numel() for weight in self.fc1 + self.fc2)
 
 
-def write(directory: Path, predictors: PredictorSet, about_training: dict[str, Any]) -> None:
-    """Replace *directory* as a whole by these predictors, stored in F16; atomic.
+def write(
+    directory: Path,
+    predictors: PredictorSet,
+    about_training: dict[str, Any],
+    extra_files: dict[str, bytes] | None = None,
+) -> None:
+    """Replace *directory* as a whole by these predictors, stored in F16, and *extra_files* by name; atomic.
 
     *about_training* is kept in ``config.json`` under "training". Raises ``PredictorFileError`` if a weight overflows F16.
     """
@@ -86,6 +91,8 @@ def write(directory: Path, predictors: PredictorSet, about_training: dict[str, A
         content |= {"fingerprint": predictors.fingerprint, "training": about_training}
         content["layers"] = [asdict(quality) for quality in predictors.quality or ()]
         write_json(temporary / "config.json", content)
+        for name, extra in (extra_files or {}).items():
+            (temporary / name).write_bytes(extra)
 
 
 def read(directory: Path, hidden_size: int, ffn_sizes: Sequence[int], fingerprint: str) -> PredictorSet:

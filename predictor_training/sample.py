@@ -19,12 +19,16 @@ from pi_toolkit.profiler.corpus import Split, documents, split_of
 from pi_toolkit.profiler.errors import CorpusError
 from pi_toolkit.profiler.hf_model import observe_ffn
 from pi_toolkit.profiler.model_families import ModelShape
+from pi_toolkit.profiler.processes import Processes
+from pi_toolkit.profiler.progress_file import ProgressFile
 from pi_toolkit.profiler.record import verify_activation
 from pi_toolkit.profiler.token_windows import token_windows, window_batches
 
 if TYPE_CHECKING:
     import torch
 
+COUNT_ROWS = 4096  # samples whose firings are counted at once
+BITS_SET = np.array([byte.bit_count() for byte in range(256)], dtype=np.uint8)
 SPLITS: tuple[Split, ...] = ("training", "calibration", "held-out")
 
 
@@ -55,6 +59,14 @@ class LayerSamples:
         step = -(-len(self) // count)
         return self.inputs[::step].to(self.device).float()
 
+    def firing_share(self) -> float:
+        """Share of the neurons that fires, over all samples."""
+        firings = sum(
+            int(BITS_SET[self.firing[start : start + COUNT_ROWS].numpy()].sum(dtype=np.int64))
+            for start in range(0, len(self), COUNT_ROWS)
+        )
+        return firings / (len(self) * self.neurons)
+
     def batches(self, size: int) -> "Iterator[tuple[torch.Tensor, torch.Tensor]]":
         """All samples in order."""
         for start in range(0, len(self), size):
@@ -62,21 +74,35 @@ class LayerSamples:
 
 
 class SampleStore:
-    """Samples of every layer in *directory*, room for *tokens* per split; filled by :func:`collect_samples`.
+    """Samples of every layer in *directory*, filled by :func:`collect_samples`.
 
-    Raises ``CorpusError`` when the disk has no room for them, ``OSError`` when another process takes the room meanwhile.
+    *tokens* pass by per split, and evenly spread ones are kept, at most *samples* of them (default: all). With *existing*
+    the files of another process, or of an earlier one, are opened as they are. Raises ``CorpusError`` when the disk has no
+    room for them, ``OSError`` when another process takes the room meanwhile.
     """
 
-    def __init__(self, directory: Path, shape: ModelShape, tokens: dict[Split, int], device: "torch.device") -> None:
-        need, free = self.bytes_needed(shape, sum(tokens.values())), shutil.disk_usage(directory).free
-        if need > free:
+    def __init__(
+        self,
+        directory: Path,
+        shape: ModelShape,
+        tokens: dict[Split, int],
+        device: "torch.device",
+        samples: dict[Split, int] | None = None,
+        existing: bool = False,
+    ) -> None:
+        self.shape, self.device, self._tokens = shape, device, tokens
+        self._seen = dict.fromkeys(SPLITS, 0)
+        self._kept = {split: min(tokens[split], (samples or tokens)[split]) for split in SPLITS}
+        need, free = self.bytes_needed(shape, sum(self._kept.values())), shutil.disk_usage(directory).free
+        if need > free and not existing:
             raise CorpusError(
-                f"{sum(tokens.values()):,} samples take {readable_bytes(need)} and the disk of {str(directory.parent)!r} has "
-                f"{readable_bytes(free)} free: lower --tokens or free some space"
+                f"{sum(self._kept.values()):,} samples take {readable_bytes(need)} and the disk of {str(directory.parent)!r} "
+                f"has {readable_bytes(free)} free: lower --samples or --tokens, or free some space"
             )
-        self.shape, self.device, self._filled = shape, device, dict.fromkeys(SPLITS, 0)
         self._samples = {
-            split: [self._map(directory, split, layer, tokens[split]) for layer in range(shape.num_layers)]
+            split: [
+                self._map(directory, split, layer, self._kept[split], existing) for layer in range(shape.num_layers)
+            ]
             for split in SPLITS
         }
 
@@ -86,11 +112,15 @@ class SampleStore:
 
     def room(self, split: Split) -> int:
         """Tokens that *split* can still take."""
-        return len(self._samples[split][0]) - self._filled[split]
+        return self._tokens[split] - self._seen[split]
+
+    def _index(self, split: Split, token: int) -> int:
+        """How many samples the first *token* tokens of *split* leave."""
+        return token * self._kept[split] // self._tokens[split]
 
     def layer(self, split: Split, layer: int) -> LayerSamples:
         """What was collected for one layer."""
-        samples, filled = self._samples[split][layer], self._filled[split]
+        samples, filled = self._samples[split][layer], self._index(split, self._seen[split])
         return LayerSamples(samples.inputs[:filled], samples.firing[:filled], samples.neurons, self.device)
 
     def splits(self, layer: int) -> tuple[LayerSamples, LayerSamples, LayerSamples]:
@@ -99,33 +129,44 @@ class SampleStore:
         return training, calibration, held_out
 
     def tokens(self) -> int:
+        """Tokens that passed by, over all splits."""
+        return sum(self._seen.values())
+
+    def samples(self) -> int:
         """Samples of each layer over all splits."""
-        return sum(self._filled.values())
+        return sum(self._index(split, self._seen[split]) for split in SPLITS)
 
-    def put_input(self, split: Split, layer: int, inputs: "torch.Tensor") -> None:
-        start = self._filled[split]
-        self._samples[split][layer].inputs[start : start + len(inputs)] = inputs
+    def kept_rows(self, split: Split, start: int, end: int) -> tuple[slice, "torch.Tensor"]:
+        """Of the tokens *start* … *end* of *split*: where samples of them lie, and which of these tokens they are."""
+        import torch
 
-    def put_firing(self, split: Split, layer: int, fires: "torch.Tensor") -> None:
+        token = torch.arange(start, end + 1, dtype=torch.int64)
+        before = token * self._kept[split] // self._tokens[split]
+        return slice(int(before[0]), int(before[-1])), (before[1:] > before[:-1]).nonzero().flatten()
+
+    def put_input(self, split: Split, layer: int, place: slice, inputs: "torch.Tensor") -> None:
+        self._samples[split][layer].inputs[place] = inputs.to(self._samples[split][layer].inputs)
+
+    def put_firing(self, split: Split, layer: int, place: slice, fires: "torch.Tensor") -> None:
         import torch
 
         bits = np.packbits(fires.cpu().numpy(), axis=1, bitorder="little")
-        start = self._filled[split]
-        self._samples[split][layer].firing[start : start + len(bits)] = torch.from_numpy(bits)
+        self._samples[split][layer].firing[place] = torch.from_numpy(bits)
 
     def advance(self, split: Split, tokens: int) -> None:
         """Call after every layer has put its part of *tokens* tokens."""
-        self._filled[split] += tokens
+        self._seen[split] += tokens
 
-    def _map(self, directory: Path, split: Split, layer: int, tokens: int) -> LayerSamples:
+    def _map(self, directory: Path, split: Split, layer: int, rows: int, existing: bool) -> LayerSamples:
         import torch
 
         hidden, neurons = self.shape.hidden_size, self.shape.ffn_sizes[layer]
 
         def mapped(kind: str, columns: int, dtype: torch.dtype) -> torch.Tensor:
             path = directory / f"{split}.{layer}.{kind}"
-            reserve(path, tokens * columns * dtype.itemsize)
-            return torch.from_file(str(path), shared=True, size=tokens * columns, dtype=dtype).view(tokens, columns)
+            if not existing:
+                reserve(path, rows * columns * dtype.itemsize)
+            return torch.from_file(str(path), shared=True, size=rows * columns, dtype=dtype).view(rows, columns)
 
         inputs, firing = mapped("inputs", hidden, torch.bfloat16), mapped("firing", (neurons + 7) // 8, torch.uint8)
         return LayerSamples(inputs, firing, neurons, self.device)
@@ -152,6 +193,21 @@ def reserve(path: Path, num_bytes: int) -> None:
             raise
 
 
+def open_store(
+    directory: Path,
+    shape: ModelShape,
+    tokens: dict[Split, int],
+    samples: dict[Split, int],
+    device: "torch.device",
+    processes: Processes,
+    existing: bool,
+) -> SampleStore:
+    """The store that all *processes* fill: the first makes it unless it is *existing*, then the others open it."""
+    store = SampleStore(directory, shape, tokens, device, samples, existing) if processes.is_first else None
+    processes.wait(device)  # until the first process has made it
+    return store or SampleStore(directory, shape, tokens, device, samples, existing=True)
+
+
 def split_tokens(total: int) -> dict[Split, int]:
     """How many of *total* tokens each split gets: a tenth each to choose thresholds on and to report on."""
     tenth = max(1, total // 10)
@@ -166,36 +222,59 @@ def collect_samples(
     window: int,
     batch_size: int,
     advance: Callable[[int], None] = lambda _: None,
+    processes: Processes | None = None,
+    done: ProgressFile | None = None,
+    position: dict[str, int] | None = None,
 ) -> None:
     """Fill *store* from *corpus*, document by document into its split.
 
-    Raises ``CorpusError`` when a split stays empty, which happens with fewer than about twenty documents, and what
-    :func:`verify_activation` does on the first window.
+    Several *processes* with the same files take turns batch by batch. How far this one is goes to *done*; batches before
+    *position*, read from there, were put by an earlier run. Raises ``CorpusError`` when a split stays empty, which happens
+    with fewer than about twenty documents, and what :func:`verify_activation` does on the first window.
     """
-    import torch
-
+    processes, position = processes or Processes(), position or {}
+    verified = False
     for split in SPLITS:
         texts = (text for index, text in enumerate(documents(corpus)) if split_of(index) == split)
         windows = token_windows(texts, tokenizer, window, store.room(split))
-        for batch in window_batches(windows, batch_size, store.shape.vocabulary_size):
-            if not store.tokens():
-                verify_activation(model, store.shape, batch[:1])
-
-            def put_input(layer: int, inputs: torch.Tensor, split: Split = split) -> None:
-                store.put_input(split, layer, inputs)
-
-            def put_firing(layer: int, pre_activation: torch.Tensor, split: Split = split) -> None:
-                store.put_firing(split, layer, pre_activation > store.shape.activation_threshold)
-
-            with (
-                torch.inference_mode(),
-                observe_ffn(model, store.shape, predictor_input=put_input, pre_activation=put_firing),
-            ):
-                model.base_model(input_ids=batch.to(store.device), use_cache=False)
+        seen = 0
+        for number, batch in enumerate(window_batches(windows, batch_size, store.shape.vocabulary_size)):
+            mine = number % processes.count == processes.rank
+            if mine and seen >= position.get(split, 0):
+                if not verified:
+                    verify_activation(model, store.shape, batch[:1])
+                    verified = True
+                _put_batch(model, store, split, seen, batch)
+                if done and done.due():
+                    done.save({}, {**position, split: seen + batch.numel()})
+            seen += batch.numel()
             store.advance(split, batch.numel())
             advance(batch.numel())
+        position = {**position, split: seen}
         if not len(store.layer(split, 0)):
             raise CorpusError(
                 f"the corpus has no {split} document (of every 40, the first is held out and three calibrate): give one "
                 "with at least 20 documents"
             )
+
+
+def _put_batch(model: Any, store: SampleStore, split: Split, start: int, batch: "torch.Tensor") -> None:
+    """Run the model over *batch*, which begins at token *start* of *split*, and keep what its layers see."""
+    import torch
+
+    place, rows = store.kept_rows(split, start, start + batch.numel())
+    if not len(rows):
+        return
+    rows = rows.to(store.device)
+
+    def put_input(layer: int, inputs: torch.Tensor) -> None:
+        store.put_input(split, layer, place, inputs[rows])
+
+    def put_firing(layer: int, pre_activation: torch.Tensor) -> None:
+        store.put_firing(split, layer, place, pre_activation[rows] > store.shape.activation_threshold)
+
+    with (
+        torch.inference_mode(),
+        observe_ffn(model, store.shape, predictor_input=put_input, pre_activation=put_firing),
+    ):
+        model.base_model(input_ids=batch.to(store.device), use_cache=False)

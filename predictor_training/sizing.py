@@ -20,6 +20,7 @@ WIDTH_MULTIPLE = 32
 SHARE_OF_MODEL = 0.10
 # Fitted to the layers of the two demo models at widths 32 to 192 and recall 0.98.
 EXCESS_EXPONENT, EXCESS_SCALE = 1.4, 2.1
+AIM = 0.97  # of the wanted candidates, because what a width will need is an estimate
 ACCURACY = 0.95  # of every layer, the paper's first rule (§5.1 of its first version)
 
 
@@ -82,7 +83,7 @@ def widths_for_candidates(
     while fitting := [layer for layer in range(len(needs)) if used + parameters(layer) <= budget]:
         best = max(fitting, key=saved_per_parameter)
         saved = saved_per_parameter(best)
-        if saved <= 0 or (saved < 1 and per_firing() <= candidates):
+        if saved <= 0 or (saved < 1 and per_firing() <= AIM * candidates):
             break
         blocks[best] += 1
         used += parameters(best)

@@ -23,7 +23,10 @@ if TYPE_CHECKING:
 
 EVALUATION_BATCH = 2048
 INITIAL_SAMPLES = 8192
+LEAST_THRESHOLD = 0.5
+LARGEST_WEIGHT = 2.0**15  # half of what F16 holds
 PATIENCE = 3
+MOST_IMPACT = 8.0  # of a neuron on the loss, times the mean
 SCORING_SAMPLES = 4096  # of the calibration documents, after each epoch
 MOST_CANDIDATES = 2.0  # per firing of one layer while epochs are compared
 
@@ -61,19 +64,23 @@ def train_layer(
     options: TrainingOptions,
     advance: Callable[[int], None] = lambda _: None,
     firing: FiringMap | None = None,
+    impact: "torch.Tensor | None" = None,
     previous: TrainedLayer | None = None,
 ) -> TrainedLayer:
     """Train on *training*, choose the threshold on *calibration*, report on *held_out*; computes where the samples' device
     says.
 
-    Begins with the layer's *firing* map where it is given, otherwise with random weights. With *previous*, a predictor of
-    another width, that one is widened or narrowed, and half of the epochs suffice.
+    Begins with the layer's *firing* map where it is given, otherwise with random weights. A missed firing weighs as much
+    as the neuron's *impact* says (:func:`.firing_map.neuron_impact`), because that is what perplexity feels. With
+    *previous*, a predictor of another width, that one is widened or narrowed, and half of the epochs suffice.
     """
     import torch
 
     scale = typical_magnitude(training)
     generator = torch.Generator().manual_seed(options.seed)
     weight = rare_class_weight(training)
+    if impact is not None:
+        weight = weight * impact.to(weight).clamp(1 / MOST_IMPACT, MOST_IMPACT)
     with torch.inference_mode():
         if firing:
             initial = weights_of_map(cut_map(firing, training, scale), training, scale, width, weight, generator)
@@ -82,12 +89,27 @@ def train_layer(
         if previous:
             initial = resized(previous, initial, training.evenly(INITIAL_SAMPLES) / scale, scale)
             options = replace(options, epochs=-(-options.epochs // 2))
-    fc1, fc2 = fit(training, calibration, scale, tuple(w.clone() for w in initial), weight, options, advance)
+    fc1, fc2 = fit(training, calibration, scale, initial, weight, options, advance)
     with torch.inference_mode():
-        fc1 = (fc1 / scale).half().float()
-        fc2, threshold = fold_threshold(fc1, fc2, options.recall, calibration)
-        measured = [measure_quality(fc1, fc2, 1.0, part.batches(EVALUATION_BATCH)) for part in (held_out, calibration)]
-        return TrainedLayer(fc1.cpu(), fc2.cpu(), measured[0], measured[1], threshold)
+        return folded((fc1 / scale).half().float(), fc2, options.recall, calibration, held_out)
+
+
+def folded(
+    fc1: "torch.Tensor", fc2: "torch.Tensor", recall: float, calibration: LayerSamples, held_out: LayerSamples
+) -> TrainedLayer:
+    """The layer with the threshold for *recall* on *calibration* folded into ``fc2``; ``fc1`` holds values that F16 can."""
+    fc2, threshold = fold_threshold(fc1, lifted(fc1, fc2, recall, calibration), recall, calibration)
+    measured = [measure_quality(fc1, fc2, 1.0, part.batches(EVALUATION_BATCH)) for part in (held_out, calibration)]
+    return TrainedLayer(fc1.cpu(), fc2.cpu(), measured[0], measured[1], threshold)
+
+
+def refolded(trained: TrainedLayer, recall: float, calibration: LayerSamples, held_out: LayerSamples) -> TrainedLayer:
+    """*trained* with the threshold for another *recall*."""
+    import torch
+
+    with torch.inference_mode():
+        fc1, fc2 = trained.fc1.to(calibration.device), trained.fc2.to(calibration.device) * trained.threshold
+        return folded(fc1, fc2, recall, calibration, held_out)
 
 
 def resized(
@@ -97,7 +119,20 @@ def resized(
     fc1 = previous.fc1.to(inputs.device) * scale
     fc2 = previous.fc2.to(inputs.device) * previous.threshold
     width = len(wider[0])
-    return widened(fc1, fc2, wider) if width >= len(fc1) else narrowed(fc1, fc2, width, inputs)
+    return widened(fc1, fc2, wider, inputs) if width >= len(fc1) else narrowed(fc1, fc2, width, inputs)
+
+
+def lifted(fc1: "torch.Tensor", fc2: "torch.Tensor", recall: float, calibration: LayerSamples) -> "torch.Tensor":
+    """``fc2`` with all scores raised through unit 0, which is about 1 on every token, where the threshold for *recall* would
+    be negative or too small to divide by."""
+    for _attempt in range(4):
+        batches = calibration.batches(EVALUATION_BATCH)
+        threshold = threshold_for_recall(fc1, fc2, recall, batches, smallest=-math.inf)
+        if threshold >= LEAST_THRESHOLD:
+            break
+        fc2 = fc2.clone()
+        fc2[:, 0] += 1.25 * (LEAST_THRESHOLD - threshold)
+    return fc2
 
 
 def fold_threshold(
@@ -108,14 +143,15 @@ def fold_threshold(
     Rounding moves about half of the scores at the threshold below it, so the threshold gives way, by 2^-11 and twice as
     much each time, until the rounded weights reach *recall* as well.
     """
-    threshold = threshold_for_recall(fc1, fc2, recall, calibration.batches(EVALUATION_BATCH))
+    smallest = max(SMALLEST_THRESHOLD, float(fc2.abs().max()) / LARGEST_WEIGHT)
+    threshold = threshold_for_recall(fc1, fc2, recall, calibration.batches(EVALUATION_BATCH), smallest)
     for slack in (0.0, *(2.0**-power for power in range(11, 0, -1))):
-        divisor = max(SMALLEST_THRESHOLD, threshold * (1 - slack))
-        folded = (fc2 / divisor).half().float()
-        reached = measure_quality(fc1, folded, 1.0, calibration.batches(EVALUATION_BATCH)).recall >= recall
-        if reached or threshold == SMALLEST_THRESHOLD:
+        divisor = max(smallest, threshold * (1 - slack))
+        rounded = (fc2 / divisor).half().float()
+        reached = measure_quality(fc1, rounded, 1.0, calibration.batches(EVALUATION_BATCH)).recall >= recall
+        if reached or threshold == smallest:
             break
-    return folded, divisor
+    return rounded, divisor
 
 
 def typical_magnitude(samples: LayerSamples) -> float:
@@ -179,7 +215,7 @@ def gradients(
     weight: "torch.Tensor",
     dtype: "torch.dtype",
 ) -> "tuple[torch.Tensor, torch.Tensor]":
-    """Gradients of the mean weighted cross-entropy, with products in *dtype*.
+    """Gradients of the mean weighted cross-entropy, with products in *dtype*; *weight* of firings, one or per neuron.
 
     Written out because autograd keeps and passes over half a dozen tensors [tokens, neurons] per step, which takes longer
     than the products.
@@ -234,6 +270,5 @@ def rare_class_weight(samples: LayerSamples) -> "torch.Tensor":
     """(silent / firing)^½ over all samples, between 1 and 30 (a layer that never fires would give infinity)."""
     import torch
 
-    firings = sum(int(fires.sum()) for _, fires in samples.batches(EVALUATION_BATCH))
-    silent = len(samples) * samples.neurons - firings
-    return torch.tensor((silent / max(firings, 1)) ** 0.5, device=samples.device).clamp(1.0, 30.0)
+    share = samples.firing_share()
+    return torch.tensor(((1 - share) / max(share, 1e-9)) ** 0.5, device=samples.device).clamp(1.0, 30.0)

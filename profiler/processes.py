@@ -67,6 +67,12 @@ class Processes:
             torch.distributed.all_reduce(total)
         return total
 
+    def wait(self, device: "torch.device") -> None:
+        """Return when all processes have called."""
+        import torch
+
+        self.sum(torch.zeros(1, device=device))
+
     def first_says(self, answer: bool, device: "torch.device") -> bool:
         """The first process's *answer*, in all of them; all must call."""
         if self.count == 1:

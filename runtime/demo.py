@@ -31,7 +31,8 @@ PLACEMENT = ["--vram", "0.01", "--reserve", "0", "--sync-seconds", "0"]
 def main(model: Path, workspace: Path) -> None:
     """Profile MODEL on Wikipedia introductions, train predictors, place neurons, generate text; about three minutes."""
     profile = run_command("pi-profile", model, "--corpus", CORPUS, "--tokens", PROFILE_TOKENS, "-o", workspace)
-    predictors = run_command("pi-train-predictor", workspace, "--corpus", CORPUS, "--tokens", TRAINING_TOKENS)
+    training = ["--corpus", CORPUS, "--tokens", TRAINING_TOKENS, "--window", WINDOW]
+    predictors = run_command("pi-train-predictor", workspace, *training)
     click.echo(f"\n{PLACEMENT_NOTE}")
     placement = run_command("pi-place", workspace, *PLACEMENT)
     quality = run_command("pi-eval", workspace, "--corpus", CORPUS, "--window", WINDOW)

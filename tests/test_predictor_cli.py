@@ -25,7 +25,7 @@ from tiny_models import CONFIGS, save_family
 RunJson = Callable[..., dict[str, Any]]
 Refuses = Callable[..., str]
 WORDS = "the cat sat on a mat with dogs and birds near rivers while rain fell over old towns".split()
-PREDICTOR_FILES = {"config.json", "model_0.pt", "model_1.pt", "model_2.pt"}
+PREDICTOR_FILES = {"config.json", "report.html", "model_0.pt", "model_1.pt", "model_2.pt"}
 
 
 @pytest.fixture(scope="module")
@@ -67,11 +67,12 @@ def test_result_and_files(workspace: Path, corpus: Path, run_json: RunJson) -> N
     """Prevents a change of what scripts read from the last line, or of what the next commands read from the disk."""
     before = set(contents(workspace))
     result = run_json(main, workspace, "--corpus", corpus, "--tokens", "1.5k", "--hidden", "64", "--epochs", "3")
-    assert list(result) == ["layers", "predictor_parameters", "predictor_bytes", "seconds", "workspace"]
+    measured = ["perplexity_dense", "perplexity_predicted", "rounds", "failed_layers"]
+    assert list(result) == ["layers", "predictor_parameters", "predictor_bytes", *measured, "seconds", "workspace"]
     for number, layer in enumerate(result["layers"]):
         assert list(layer) == ["layer", "hidden", "recall", "precision", "density", "firing_share"]
         assert (layer["layer"], layer["hidden"]) == (number, 64)
-        assert layer["recall"] > 0.8 and layer["firing_share"] < layer["density"] < 1
+        assert layer["recall"] > 0.8 and 0.8 * layer["firing_share"] < layer["density"] < 1
     assert result["predictor_parameters"] == 3 * 64 * (32 + 96)
     assert result["predictor_bytes"] == 2 * result["predictor_parameters"]
     assert set(contents(workspace)) - before == {f"predictor/{name}" for name in PREDICTOR_FILES}
@@ -111,7 +112,7 @@ def test_progress_is_not_on_stdout(workspace: Path, quick: list[object], run: Ca
     """Prevents progress from being piped into a file with the table."""
     result = run(main, workspace, *quick)
     assert result.exit_code == 0
-    assert result.stderr.splitlines() == ["training 3 predictors of width 64 for tiny on cpu"]
+    assert result.stderr.splitlines() == ["training 3 predictors of adaptive width for tiny on cpu"]
     assert "mean recall" in result.stdout and "of the model's parameters" in result.stdout
 
 
@@ -153,7 +154,7 @@ REFUSALS: dict[str, tuple[str, str]] = {
     "empty corpus": ("{pi} --corpus {tmp}/empty.txt", "has no training document"),
     "window too long": ("{pi} --corpus {corpus} --window 129", "--window 129 is beyond the model's 128 positions"),
     "no such device": ("{pi} --corpus {corpus} --device tpu", "is not a device: use auto, cpu, cuda or cuda:1"),
-    "more tokens than disk": ("{pi} --corpus {corpus} --tokens 900000G", "free: lower --tokens or free some space"),
+    "more tokens than disk": ("{pi} --corpus {corpus} --tokens 900000G", "free: lower --samples or --tokens, or free"),
     "unknown home": ("{pi} --corpus {corpus} --model ~nosuchuser/x", "give the path in full"),
     "unnamed corpus": ("{pi} --corpus=", "the name of the corpus is empty"),
     "broken corpus": ("{pi} --corpus {tmp}/broken.jsonl", "is not valid JSON: mend or remove it"),
@@ -225,7 +226,7 @@ def test_smooth_model_is_refused_at_once(tmp_path: Path, quick: list[object], re
     directory = save_family(tmp_path / "model", "llama", hidden_act="silu")
     write_model(Workspace(tmp_path / "pi"), describe(str(directory), None, Checkpoint(directory)))
     assert (
-        "'silu', and only neurons of 'relu' and 'drelu' are known to contribute exactly zero when they are"
+        "'silu', and only neurons of relu, fatrelu, drelu are known to contribute exactly zero when they are"
         in refuses(main, tmp_path / "pi", *quick)
     )
 
@@ -289,7 +290,7 @@ def test_unwritable_workspace_is_reported_before_the_work(
     [
         "profiler.hf_model.load_hf_model",
         "predictor_training.sample.collect_samples",
-        "predictor_training.train.train_layer",
+        "predictor_training.adaptive_training.train_layer",
         "profiler.atomic_write._sync",
     ],
 )
@@ -339,9 +340,9 @@ def test_real_interrupt_is_one_sentence(tmp_path: Path, workspace: Path, number:
             if line.startswith("training 3 predictors"):
                 break
         deadline = time.monotonic() + 30
-        while not list(workspace.glob(".tmp-*/*")) and time.monotonic() < deadline:
+        while not list(workspace.glob("training-progress/*.inputs")) and time.monotonic() < deadline:
             time.sleep(0.1)
-        assert list(workspace.glob(".tmp-*/*")), "sampling did not begin"
+        assert list(workspace.glob("training-progress/*.inputs")), "sampling did not begin"
         process.send_signal(number)
         message = process.stderr.read()
     assert process.returncode == 1

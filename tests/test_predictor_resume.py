@@ -1,0 +1,196 @@
+"""Training that is killed, resumed or divided among processes ends in the same predictors and leaves nothing behind."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from pi_toolkit.predictor_training.cli import main
+from pi_toolkit.profiler.cli import main as pi_profile
+from pi_toolkit.profiler.progress_file import ProgressFile
+from tiny_models import save_family
+
+WORDS = "the cat sat on a mat with dogs and birds near rivers while rain fell over old towns".split()
+PLAIN = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+ONE_THREAD = PLAIN | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+# Saves the sampling after every batch, and takes its time, so that there is something to kill.
+SLOW = (
+    "import time\nfrom pi_toolkit.profiler.progress_file import ProgressFile\n"
+    "ProgressFile.due = lambda self: time.sleep(0.02) or True\n"
+    "from pi_toolkit.predictor_training.cli import main\nmain()"
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_family(tmp_path_factory.mktemp("models") / "tiny", "llama")
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("corpus") / "corpus.txt"
+    path.write_text("\n\n".join(" ".join(WORDS[n % 7 :] + WORDS[: n % 11]) for n in range(120)))
+    return path
+
+
+@pytest.fixture
+def workspace(tmp_path: Path, model: Path, corpus: Path) -> Path:
+    arguments = [str(model), "--corpus", str(corpus), "--tokens", "100", "-o", str(tmp_path / "pi")]
+    assert CliRunner().invoke(pi_profile, arguments).exit_code == 0
+    return tmp_path / "pi"
+
+
+@pytest.fixture
+def options(corpus: Path) -> list[str]:
+    return ["--corpus", str(corpus), "--tokens", "1.2k", "--window", "16", "--batch-size", "2", "--epochs", "2", "--rounds", "1"]
+
+
+def predictors(workspace: Path) -> dict[str, Any]:
+    folder = workspace / "predictor"
+    return {path.name: torch.load(path) for path in sorted(folder.glob("model_*.pt"))} | {
+        "config": json.loads((folder / "config.json").read_text())
+    }
+
+
+def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert list(found) == list(expected)
+    for name, weights in expected.items():
+        if name == "config":
+            assert found[name]["layers"] == weights["layers"]
+        else:
+            assert all(torch.equal(found[name][key], weights[key]) for key in weights)
+
+
+def start(workspace: Path, options: list[str], *more: str) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-c", SLOW, str(workspace), *options, *more]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ONE_THREAD)
+
+
+def kill_when(process: "subprocess.Popen[str]", condition: Callable[[], object]) -> None:
+    """SIGKILL as soon as *condition* holds."""
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+
+
+def test_killed_training_is_resumed(tmp_path: Path, workspace: Path, options: list[str]) -> None:
+    """Hours of work lost with a kill, samples counted twice, other predictors than without it, gigabytes left behind."""
+    import shutil
+
+    whole = shutil.copytree(workspace, tmp_path / "whole")
+    process = start(whole, options)
+    assert process.wait(timeout=120) == 0, process.communicate()
+    place = workspace / "training-progress"
+    kill_when(start(workspace, options), lambda: (place / "sampling.0").exists())
+    assert not (workspace / "predictor").exists()
+    kill_when(start(workspace, options, "--resume"), lambda: list(place.glob("layer_0*")))
+    first = next(place.glob("layer_0*")).stat()
+    kill_when(start(workspace, options, "--resume"), lambda: list(place.glob("layer_1*")))
+    assert next(place.glob("layer_0*")).stat().st_mtime_ns == first.st_mtime_ns, "trained again"
+    last = start(workspace, options, "--resume")
+    assert last.wait(timeout=120) == 0, last.communicate()
+    assert_equal(predictors(workspace), predictors(whole))
+    assert {path.name for path in workspace.iterdir()} == {"model.json", "activation", "predictor"}
+
+
+def test_two_processes_train_the_predictors_of_one(tmp_path: Path, workspace: Path, options: list[str]) -> None:
+    """Layers trained twice or by nobody, samples of one process that overwrite another's, two writers."""
+    import shutil
+
+    alone = shutil.copytree(workspace, tmp_path / "alone")
+    trainer = [sys.executable, "-m", "pi_toolkit.predictor_training"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
+    for command in ([*trainer, str(alone)], [*launcher, *trainer, str(workspace)]):
+        result = subprocess.run(
+            [*command, *options, "--device", "cpu"], capture_output=True, text=True, check=False, env=ONE_THREAD
+        )
+        assert result.returncode == 0, result.stderr
+    assert_equal(predictors(workspace), predictors(alone))
+    assert {path.name for path in workspace.iterdir()} == {"model.json", "activation", "predictor"}
+    assert result.stdout.count("mean recall") == 1
+
+
+def test_interruption_that_comes_late_keeps_the_work(
+    workspace: Path, options: list[str], monkeypatch: pytest.MonkeyPatch, run: Callable[..., Any]
+) -> None:
+    """Ctrl-C after hours that throws everything away, or keeps it and does not say so."""
+    from pi_toolkit.predictor_training import adaptive_training
+
+    train, trained = adaptive_training.train_layer, []
+
+    def interrupted(*arguments: Any) -> Any:
+        if trained:
+            raise KeyboardInterrupt
+        trained.append(train(*arguments))
+        return trained[0]
+
+    monkeypatch.setattr(adaptive_training, "train_layer", interrupted)
+    result = run(main, workspace, *options)
+    assert result.exit_code == 1
+    assert "the work done so far is in" in result.stderr and result.stderr.strip().endswith("with --resume")
+    monkeypatch.setattr(adaptive_training, "train_layer", lambda *a: trained.append(train(*a)) or trained[-1])
+    assert run(main, workspace, *options, "--resume").exit_code == 0
+    assert len(trained) == 3, "the finished layer was trained again"
+    assert not (workspace / "training-progress").exists()
+
+
+def test_other_options_are_no_continuation(
+    workspace: Path, options: list[str], monkeypatch: pytest.MonkeyPatch, run: Callable[..., Any]
+) -> None:
+    """Half of the predictors for one recall and half for another."""
+    monkeypatch.setattr(ProgressFile, "due", lambda _self: True)
+
+    def interrupt(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("pi_toolkit.predictor_training.adaptive_training.train_layer", interrupt)
+    assert run(main, workspace, *options).exit_code == 1
+    result = run(main, workspace, *options, "--recall", "0.9", "--resume")
+    assert result.exit_code == 1 and "give the same options, or run the command again without --resume" in result.stderr
+    monkeypatch.undo()
+    assert run(main, workspace, *options, "--recall", "0.9").exit_code == 0
+
+
+def test_two_trainings_of_one_workspace_are_refused(workspace: Path, options: list[str], refuses: Any) -> None:
+    """Samples of two runs in the same files."""
+    import fcntl
+
+    with (workspace / "model.json").open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert "another pi-train-predictor is at work in" in refuses(main, workspace, *options)
+    assert {path.name for path in workspace.iterdir()} == {"model.json", "activation"}
+
+
+@pytest.mark.parametrize(("tokens", "samples"), [("1k", "400"), ("600", "600"), ("300", "1k")])
+def test_samples_are_bounded_and_spread(
+    workspace: Path, corpus: Path, run_json: Any, tokens: str, samples: str
+) -> None:
+    """A store that grows with --tokens, or one that holds the first documents alone."""
+    run_json(main, workspace, "--corpus", corpus, "--tokens", tokens, "--samples", samples, "--epochs", "1")
+    training = json.loads((workspace / "predictor" / "config.json").read_text())["training"]
+    read, kept = (1000 * float(n[:-1]) if n.endswith("k") else float(n) for n in (tokens, samples))
+    assert training["tokens"] == read
+    assert training["samples"] == min(read, kept)
+
+
+def test_accuracy_rule_and_report(workspace: Path, options: list[str], run_json: Any) -> None:
+    """The paper's first rule, and a page that says what was measured."""
+    result = run_json(main, workspace, *options, "--rule", "accuracy")
+    page = (workspace / "predictor" / "report.html").read_text()
+    assert "Predictors of tiny" in page and "<svg" in page and "<script" not in page
+    for layer in result["layers"]:
+        assert f"{layer['recall']:.4f}" in page
+    assert result["perplexity_predicted"] > 0 and result["rounds"] >= 1
