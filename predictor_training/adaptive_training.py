@@ -120,7 +120,7 @@ def train_adaptively(
             return widths_for_accuracy(shape, needs, recall, target.share)
         return widths_for_candidates(shape, needs, recall, target.candidates, target.share)
 
-    paths = [(width,) for width in choose()]
+    paths: list[tuple[int, ...]] = [(width,) for width in choose()]
     for round_number in range(1, target.rounds + 1):
         layers = trainer.train(paths, recall)
         change = perplexity_change(layers)

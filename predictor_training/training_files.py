@@ -42,9 +42,9 @@ class TrainingFiles:
         if progress is None:
             return None
         about = progress.position
-        measured = (Quality(**about["quality"]), Quality(**about["calibration"]))
-        weights = (progress.tensors[key].float() for key in ("fc1", "fc2"))
-        return TrainedLayer(*weights, *measured, about["threshold"])
+        fc1, fc2 = (progress.tensors[key].float() for key in ("fc1", "fc2"))
+        quality, calibration = (Quality(**about[key]) for key in ("quality", "calibration"))
+        return TrainedLayer(fc1, fc2, quality, calibration, about["threshold"])
 
     def write_layer(self, layer: int, name: str, trained: TrainedLayer) -> None:
         about = {key: asdict(getattr(trained, key)) for key in ("quality", "calibration")}

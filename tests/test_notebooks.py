@@ -48,6 +48,7 @@ def test_notebook_runs(path: Path, workspace: Path, bench_reports: Path, monkeyp
     """A notebook that the code has moved away from."""
     monkeypatch.setenv("PI_WORKSPACE", str(workspace))
     monkeypatch.setenv("PI_BENCH", str(bench_reports))
+    monkeypatch.setenv("PI_TOKENS", "3000")
     notebook = nbformat.read(path, as_version=4)
     NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(path.parent)}}).execute()
 

@@ -5,11 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from pi_toolkit.predictor_training.comparison import rounded_to_bits
 from pi_toolkit.predictor_training.firing_map import FiringMap, firing_map, neuron_impact
 from pi_toolkit.predictor_training.initial_weights import cut_map, narrowed, weights_of_map, widened
 from pi_toolkit.predictor_training.predictor import scores
 from pi_toolkit.predictor_training.sample import LayerSamples
-from pi_toolkit.predictor_training.train import TrainingOptions, gradients, train_layer, typical_magnitude
+from pi_toolkit.predictor_training.train import TrainingOptions, balanced, gradients, train_layer, typical_magnitude
 from pi_toolkit.profiler.checkpoint import Checkpoint
 from pi_toolkit.profiler.hf_model import load_hf_model, observe_ffn
 from test_predictor_training import planted, samples_of
@@ -141,3 +142,20 @@ def test_impact_is_what_a_firing_adds_to_the_output(tmp_path: Path, family: str)
     found = neuron_impact(checkpoint, 1, inputs[1])
     torch.testing.assert_close(found[firings > 0], expected[firings > 0], atol=1e-3, rtol=1e-2)
     assert (found[firings == 0] == 1).all()
+
+
+def test_balanced_predictor_scores_the_same_and_survives_eight_bits() -> None:
+    """Columns of fc2 of so different sizes that one of them takes all the steps of a Q8_0 block."""
+    generator = torch.Generator().manual_seed(4)
+    fc1, fc2 = torch.randn(32, 16, generator=generator), torch.randn(50, 32, generator=generator)
+    fc2[:, 0] *= 100
+    fc2[:, 5] = 0
+    inputs = torch.randn(200, 16, generator=generator)
+    found = balanced(fc1, fc2)
+    torch.testing.assert_close(scores(*found, inputs), scores(fc1, fc2, inputs), rtol=1e-4, atol=1e-3)
+
+    def error(weights: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        rounded = rounded_to_bits(weights[1], 8)
+        return (scores(weights[0], rounded, inputs) - scores(fc1, fc2, inputs)).square().mean().sqrt()
+
+    assert error(found) < 0.6 * error((fc1, fc2))

@@ -51,7 +51,20 @@ def workspace(tmp_path: Path, model: Path, corpus: Path) -> Path:
 
 @pytest.fixture
 def options(corpus: Path) -> list[str]:
-    return ["--corpus", str(corpus), "--tokens", "1.2k", "--window", "16", "--batch-size", "2", "--epochs", "2", "--rounds", "1"]
+    return [
+        "--corpus",
+        str(corpus),
+        "--tokens",
+        "1.2k",
+        "--window",
+        "16",
+        "--batch-size",
+        "2",
+        "--epochs",
+        "2",
+        "--rounds",
+        "1",
+    ]
 
 
 def predictors(workspace: Path) -> dict[str, Any]:
