@@ -187,7 +187,7 @@ def test_full_disk_is_refused_before_anything_is_written(tmp_path: Path, monkeyp
     (tmp_path / "samples").mkdir()
     tokens = {"training": 800_000, "calibration": 100_000, "held-out": 100_000}
     with pytest.raises(
-        CorpusError, match=r"1,000,000 samples take 217\.4 MiB and .* has 217\.4 MiB free: lower --tokens"
+        CorpusError, match=r"1,000,000 samples take 217\.4 MiB and .* has 217\.4 MiB free: lower --samples or --tokens"
     ):
         SampleStore(tmp_path / "samples", shape, tokens, CPU)
     assert list((tmp_path / "samples").iterdir()) == []
