@@ -13,7 +13,8 @@ from pi_toolkit.profiler.hf_model import load_hf_model
 from pi_toolkit.profiler.processes import Processes
 from pi_toolkit.profiler.workspace import read_model
 from pi_toolkit.runtime.engine import EngineOptions, open_engine
-from pi_toolkit.runtime.perplexity import perplexity
+from pi_toolkit.runtime.eval_windows import ScoredWindow
+from pi_toolkit.runtime.perplexity import compare, of_decoder
 from test_runtime_cli import make_workspace, write_predictors
 from tiny_models import CONFIGS
 
@@ -37,7 +38,9 @@ def test_runtime_computes_the_same(tmp_path: Path, family: str) -> None:
     expected = {}
     for mode in ("dense", "predicted"):
         options = EngineOptions(mode=mode, device="cpu", dtype="float32", context=32, slots=4)  # type: ignore[arg-type]
-        expected[mode] = perplexity(open_engine(workspace, options).decoder, batches())
+        decoder = open_engine(workspace, options).decoder
+        windows = [ScoredWindow(tuple(row.tolist()), 0) for batch in batches() for row in batch]
+        expected[mode] = compare({mode: of_decoder(decoder)}, windows, 4, 4096)[mode].perplexity
     dense = masked_perplexity(model, record.shape, None, batches())
     masked = masked_perplexity(model, record.shape, predictors, batches())
     assert dense == pytest.approx(expected["dense"], rel=1e-4)
