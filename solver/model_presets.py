@@ -69,7 +69,7 @@ def _llama(
     return ModelPreset(read_shape(entries), density, locality, predictor_share)
 
 
-_FALCON_40B = {
+_FALCON_40B: dict[str, Any] = {
     "model_type": "falcon",
     "hidden_size": 8192,
     "num_hidden_layers": 60,
@@ -79,7 +79,7 @@ _FALCON_40B = {
     "vocab_size": 65024,
     "activation": "relu",
 }
-_MISTRAL_7B = {"model_type": "bamboo", "max_position_embeddings": 32768, "sliding_window": 4096}
+_MISTRAL_7B: dict[str, Any] = {"model_type": "bamboo", "max_position_embeddings": 32768, "sliding_window": 4096}
 
 
 def presets() -> dict[str, ModelPreset]:
