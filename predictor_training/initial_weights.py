@@ -157,38 +157,3 @@ def random_weights(
     share = fires.float().mean(dim=0).clamp(1 / SCORE_SAMPLES, 1 - 1 / SCORE_SAMPLES)
     fc2[:, 0] = MARGIN + torch.log(weight * share / (1 - share))
     return fc1, fc2
-
-
-def widened(
-    fc1: "torch.Tensor",
-    fc2: "torch.Tensor",
-    wider: "tuple[torch.Tensor, torch.Tensor]",
-    inputs: "torch.Tensor",
-) -> "tuple[torch.Tensor, torch.Tensor]":
-    """A trained predictor with the further units of *wider* appended; what they add on the mean of *inputs* (scaled,
-    [tokens, hidden]) is taken from unit 0."""
-    import torch
-
-    old, (new_fc1, new_fc2) = len(fc1), wider
-    grown = torch.cat([fc2, new_fc2[:, old:]], dim=1)
-    units = (inputs @ new_fc1.T).relu()
-    grown[:, 0] -= new_fc2[:, old:] @ units.mean(dim=0)[old:] / units[:, 0].mean().clamp(min=SMALL)
-    return torch.cat([fc1, new_fc1[old:]]), grown
-
-
-def narrowed(
-    fc1: "torch.Tensor", fc2: "torch.Tensor", width: int, inputs: "torch.Tensor"
-) -> "tuple[torch.Tensor, torch.Tensor]":
-    """A trained predictor with the *width* units that move its scores most on *inputs* (scaled, [tokens, hidden]); what
-    the others add on the mean goes to unit 0."""
-    import torch
-
-    units = (inputs @ fc1.T).relu()
-    moves = units.std(dim=0, correction=0) * fc2.norm(dim=0)
-    moves[0] = torch.inf
-    kept = moves.topk(width).indices.sort().values
-    gone = torch.ones(len(fc1), dtype=torch.bool, device=fc1.device)
-    gone[kept] = False
-    smaller = fc2[:, kept].clone()
-    smaller[:, 0] += fc2[:, gone] @ units.mean(dim=0)[gone] / units[:, 0].mean().clamp(min=SMALL)
-    return fc1[kept], smaller

@@ -8,13 +8,13 @@ A loss around a positive margin keeps τ away from zero, and one hidden unit beg
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .firing_map import FiringMap
-from .initial_weights import MARGIN, cut_map, narrowed, random_weights, weights_of_map, widened
+from .initial_weights import MARGIN, cut_map, random_weights, weights_of_map
 from .predictor import SMALLEST_THRESHOLD, Quality, measure_quality, scores, threshold_for_recall
 from .sample import LayerSamples
 
@@ -66,14 +66,12 @@ def train_layer(
     advance: Callable[[int], None] = lambda _: None,
     firing: FiringMap | None = None,
     impact: "torch.Tensor | None" = None,
-    previous: TrainedLayer | None = None,
 ) -> TrainedLayer:
     """Train on *training*, choose the threshold on *calibration*, report on *held_out*; computes where the samples' device
     says.
 
     Begins with the layer's *firing* map where it is given, otherwise with random weights. A missed firing weighs as much
-    as the neuron's *impact* says (:func:`.firing_map.neuron_impact`), because that is what perplexity feels. With
-    *previous*, a predictor of another width, that one is widened or narrowed, and half of the epochs suffice.
+    as the neuron's *impact* says (:func:`.firing_map.neuron_impact`), because that is what perplexity feels.
     """
     import torch
 
@@ -87,9 +85,6 @@ def train_layer(
             initial = weights_of_map(cut_map(firing, training, scale), training, scale, width, weight, generator)
         else:
             initial = random_weights(training, scale, width, weight, generator)
-        if previous:
-            initial = resized(previous, initial, training.evenly(INITIAL_SAMPLES) / scale, scale)
-            options = replace(options, epochs=-(-options.epochs // 2))
     fc1, fc2 = fit(training, calibration, scale, initial, weight, options, advance)
     with torch.inference_mode():
         fc1, fc2 = balanced(fc1 / scale, fc2)
@@ -127,16 +122,6 @@ def refolded(trained: TrainedLayer, recall: float, calibration: LayerSamples, he
     with torch.inference_mode():
         fc1, fc2 = trained.fc1.to(calibration.device), trained.fc2.to(calibration.device) * trained.threshold
         return folded(fc1, fc2, recall, calibration, held_out)
-
-
-def resized(
-    previous: TrainedLayer, wider: "tuple[torch.Tensor, torch.Tensor]", inputs: "torch.Tensor", scale: float
-) -> "tuple[torch.Tensor, torch.Tensor]":
-    """*previous*, before its threshold was folded, in the width of *wider*."""
-    fc1 = previous.fc1.to(inputs.device) * scale
-    fc2 = previous.fc2.to(inputs.device) * previous.threshold
-    width = len(wider[0])
-    return widened(fc1, fc2, wider, inputs) if width >= len(fc1) else narrowed(fc1, fc2, width, inputs)
 
 
 def lifted(fc1: "torch.Tensor", fc2: "torch.Tensor", recall: float, calibration: LayerSamples) -> "torch.Tensor":

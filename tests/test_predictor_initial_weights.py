@@ -1,4 +1,4 @@
-"""The firing map says who fires, and predictors cut from it, widened or narrowed keep what they knew."""
+"""The firing map says who fires, and predictors cut from it keep what it says."""
 
 from pathlib import Path
 
@@ -7,13 +7,13 @@ import torch
 
 from pi_toolkit.predictor_training.comparison import rounded_to_bits
 from pi_toolkit.predictor_training.firing_map import FiringMap, firing_map, neuron_impact
-from pi_toolkit.predictor_training.initial_weights import cut_map, narrowed, weights_of_map, widened
+from pi_toolkit.predictor_training.initial_weights import cut_map, weights_of_map
 from pi_toolkit.predictor_training.predictor import scores
 from pi_toolkit.predictor_training.sample import LayerSamples
-from pi_toolkit.predictor_training.train import TrainingOptions, balanced, gradients, train_layer, typical_magnitude
+from pi_toolkit.predictor_training.train import balanced, gradients, typical_magnitude
 from pi_toolkit.profiler.checkpoint import Checkpoint
 from pi_toolkit.profiler.hf_model import load_hf_model, observe_ffn
-from test_predictor_training import planted, samples_of
+from test_predictor_training import samples_of
 from tiny_models import CONFIGS, save_family
 
 CPU = torch.device("cpu")
@@ -70,37 +70,6 @@ def test_map_of_full_rank_needs_no_training(linear_layer: tuple[FiringMap, Layer
     ]
     assert by_width == sorted(by_width) and by_width[-1] > 0.99
     assert by_width[2] > 0.95
-
-
-def test_widened_predictor_begins_where_the_narrow_one_ended(linear_layer: tuple[FiringMap, LayerSamples]) -> None:
-    """A warm start that forgets what was trained, or whose new units move every score."""
-    firing, samples = linear_layer
-    scale, generator = typical_magnitude(samples), torch.Generator().manual_seed(0)
-    cut, one = cut_map(firing, samples, scale), torch.tensor(1.0)
-    narrow = weights_of_map(cut, samples, scale, 9, one, generator)
-    wide = weights_of_map(cut, samples, scale, 17, one, generator)
-    inputs = samples.evenly(1000) / scale
-    grown = widened(*narrow, wide, inputs)
-    assert grown[0].shape == wide[0].shape and grown[1].shape == wide[1].shape
-    assert torch.equal(grown[0][:9], narrow[0])
-    shift = (scores(*grown, inputs) - scores(*narrow, inputs)).mean(dim=0)
-    assert shift.abs().max() < 0.1 * scores(*narrow, inputs).std()
-    back = narrowed(*wide, 9, inputs)
-    assert back[0].shape == narrow[0].shape
-    assert agreement(back, samples, scale) > 0.75
-    assert torch.equal(narrowed(*wide, 17, inputs)[1], wide[1])
-
-
-def test_training_continues_from_another_width() -> None:
-    """Rounds of adapting widths that train every layer from nothing, or end worse than they began."""
-    options = TrainingOptions(epochs=4, batch_size=32, learning_rate=5e-3, recall=0.95, seed=0)
-    advanced: list[int] = []
-    narrow = train_layer(*planted(), 32, options)
-    wide = train_layer(*planted(), 64, options, advanced.append, previous=narrow)
-    assert sum(advanced) == 2 * 2000, "half of the epochs"
-    assert wide.fc1.shape[0] == 64
-    assert wide.quality.density <= narrow.quality.density + 0.01
-    assert train_layer(*planted(), 32, options, previous=wide).fc1.shape[0] == 32
 
 
 def test_gradients_are_those_of_autograd() -> None:
