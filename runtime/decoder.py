@@ -61,11 +61,13 @@ class Decoder:
             if weights.positions is not None:
                 residual = residual + weights.positions.select(positions + shape.position_offset)
             first, end = self._key_range(positions)
-            allowed = self._allowed_keys(positions, first, end)
+            allowed = self._on_each_device(self._allowed_keys(positions, first, end))
+            places = self._on_each_device(positions)
             for number, layer in enumerate(weights.layers):
                 residual = residual.to(layer.device)
                 normed = layer.attention_norm(residual)
-                attended = self._attention(number, layer, normed, positions, slots, (first, end), allowed)
+                mine = places[layer.device], allowed[layer.device]
+                attended = self._attention(number, layer, normed, positions, slots, (first, end), *mine)
                 if shape.parallel_block:
                     ffn_input = layer.ffn_norm(residual) if layer.ffn_norm else normed
                     residual = residual + attended + self._ffn(layer, ffn_input, residual)
@@ -96,6 +98,7 @@ class Decoder:
         positions: "torch.Tensor",
         slots: "torch.Tensor",
         key_range: tuple[int, int],
+        places: "torch.Tensor | None",
         allowed: "torch.Tensor | None",
     ) -> "torch.Tensor":
         from torch.nn.functional import scaled_dot_product_attention
@@ -105,18 +108,22 @@ class Decoder:
         stacked = layer.query_key_value(normed).view(rows, tokens, heads + 2 * kv_heads, shape.head_dim)
         rotated, value = stacked.split([heads + kv_heads, kv_heads], dim=2)
         if shape.rotary:
-            rotated = self._rotate(rotated, positions)
+            assert places is not None, "positions are on every device"
+            rotated = self._rotate(rotated, places)
         query, key = (part.transpose(1, 2) for part in rotated.split([heads, kv_heads], dim=2))
         self.cache.store(number, slots, positions, key, value.transpose(1, 2))
         keys, values = (part.to(query.dtype) for part in self.cache.load(number, slots, *key_range))
         if tokens == 1 and heads != kv_heads:
             # Query heads that share a key head stand in for tokens, so that no key has to be repeated.
             query = query.view(rows, kv_heads, heads // kv_heads, shape.head_dim)
-        mask = None if allowed is None else allowed.to(query.device)
         grouped = query.shape[1] != kv_heads
-        attended = scaled_dot_product_attention(query, keys, values, attn_mask=mask, enable_gqa=grouped)
+        attended = scaled_dot_product_attention(query, keys, values, attn_mask=allowed, enable_gqa=grouped)
         attended = attended.reshape(rows, heads, tokens, shape.head_dim).transpose(1, 2)
         return layer.output(attended.reshape(rows, tokens, heads * shape.head_dim))
+
+    def _on_each_device(self, tensor: "torch.Tensor | None") -> "dict[torch.device, torch.Tensor | None]":
+        """Copied once for all layers of a device: every such copy waits for the GPU."""
+        return {device: None if tensor is None else tensor.to(device) for device in self._rotations}
 
     def _key_range(self, positions: "torch.Tensor") -> tuple[int, int]:
         """The positions [first, end) of the keys that any of these tokens may see."""
@@ -147,11 +154,11 @@ class Decoder:
         return both.cos().to(device), both.sin().to(device)
 
     def _rotate(self, heads: "torch.Tensor", positions: "torch.Tensor") -> "torch.Tensor":
-        """Rotary embedding of [rows, tokens, heads, head_dim] by *positions* [rows, tokens]."""
+        """Rotary embedding of [rows, tokens, heads, head_dim] by *positions* [rows, tokens], on the device of *heads*."""
         import torch
 
         table = self._rotations[heads.device]
         assert table is not None, "only rotary models rotate"
-        cosine, sine = (part[positions.to(heads.device)][:, :, None] for part in table)
+        cosine, sine = (part[positions][:, :, None] for part in table)
         low, high = heads.chunk(2, dim=-1)
         return heads * cosine + torch.cat((-high, low), dim=-1) * sine

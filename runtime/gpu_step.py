@@ -8,9 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from pi_toolkit.profiler.command_line import note
 from pi_toolkit.profiler.model_families import ModelShape
 
 from .kernels.sparse_ffn_reference import Mode
+from .kernels.triton_kernels import triton_kernels
 from .kv_cache import KeyValueCache
 from .step_graphs import StepGraphs
 from .weights import LayerWeights, ModelWeights
@@ -146,17 +148,19 @@ class GpuStep:
 def gpu_step(shape: ModelShape, weights: ModelWeights, cache: KeyValueCache, rotations: "Rotations") -> GpuStep | None:
     """The step for a model whose attention is on one GPU altogether, else None.
 
-    A graph needs every part of the step on that GPU or in the hands of an overlap; otherwise each step runs eagerly.
+    A graph needs every part of the step on that GPU or in the hands of an overlap, kernels that never wait for the host,
+    and a driver that takes the CPU's part as a node; otherwise each step runs eagerly.
     """
     devices = {layer.device for layer in weights.layers}
     device = weights.layers[0].device
     if device.type != "cuda" or len(devices) != 1:
         return None
     graphs = None
-    if all(_stays_on(layer, device) for layer in weights.layers):
-        graphs = StepGraphs(
-            device, next((layer.ffn.overlap.side for layer in weights.layers if layer.ffn.overlap), None)
-        )
+    side = next((layer.ffn.overlap.side for layer in weights.layers if layer.ffn.overlap), None)
+    if side is not None and not side.captures:
+        note("no native kernels or no driver's library: the CPU's part is no node of a graph, so every step is launched anew")
+    elif triton_kernels(device) is not None and all(_stays_on(layer, device) for layer in weights.layers):
+        graphs = StepGraphs(device, side)
     return GpuStep(shape, weights, cache, rotations, graphs)
 
 

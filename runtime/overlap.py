@@ -17,6 +17,7 @@ from pi_toolkit.profiler.errors import HostFunctionError
 from .host_function import HostFunctions, driver
 from .kernels.native import MODES, address, extension, kernels
 from .kernels.sparse_ffn_reference import Mode
+from .prompt_streaming import PromptStream
 
 if TYPE_CHECKING:
     import torch
@@ -24,10 +25,15 @@ if TYPE_CHECKING:
     from .placed_ffn import NeuronTier
 
 
+# For fewer, a CPU reads its rows and little else, and memory is faster than a bus.
+FEWEST_STREAMED_TOKENS = 16
+
+
 class SideStream(Protocol):
     """A stream beside the one that the model's layers are queued on."""
 
     pinned: bool  # whether host buffers have to be page-locked for its copies
+    captures: bool  # whether a call can become a node of a graph
 
     def fork(self) -> None:
         """What is queued here next comes after all that the main stream holds now."""
@@ -40,6 +46,9 @@ class SideStream(Protocol):
 
     def join(self) -> None:
         """What the main stream is given next comes after all that is queued here."""
+
+    def mark(self) -> Callable[[], None]:
+        """A call lets the host wait for what is queued here now."""
 
     def take_captured(self) -> list[object]:
         """What the graph captured since the last call points to; whoever keeps the graph keeps these."""
@@ -75,9 +84,13 @@ class ColdPart:
 
 @dataclass(eq=False)
 class Overlap:
-    """Runs the cold part of a layer beside the rest. One for all layers of a GPU: they take turns with its buffers."""
+    """Runs the cold part of a layer beside the rest. One for all layers of a GPU: they take turns with its buffers.
+
+    With a ``stream``, the cold neurons of long prompts may be multiplied on the GPU too.
+    """
 
     side: SideStream
+    stream: PromptStream | None = None
     _buffers: "dict[str, torch.Tensor]" = field(default_factory=dict)
 
     def __call__(
@@ -96,6 +109,9 @@ class Overlap:
         """
         import torch
 
+        if self.stream and len(x) >= FEWEST_STREAMED_TOKENS and self.stream.pays(len(x), cold):
+            beside, streamed = hot(), self.stream(cold, x, scores, threshold)
+            return streamed if beside is None else beside + streamed
         part = ColdPart(
             cold,
             mode,
@@ -130,7 +146,8 @@ def overlap_on(device: "torch.device") -> Overlap:
     """The overlap of one GPU's layers."""
     import torch
 
-    return Overlap(GpuSideStream(device, driver(is_hip=torch.version.hip is not None)))
+    side = GpuSideStream(device, driver(is_hip=torch.version.hip is not None))
+    return Overlap(side, PromptStream(side, device))
 
 
 class GpuSideStream:
@@ -144,6 +161,10 @@ class GpuSideStream:
         self.device, self.host_functions = device, host_functions
         self.stream = torch.cuda.Stream(device)
         self._captured: list[object] = []
+
+    @property
+    def captures(self) -> bool:
+        return self.host_functions is not None and extension() is not None
 
     def fork(self) -> None:
         import torch
@@ -173,6 +194,9 @@ class GpuSideStream:
         import torch
 
         torch.cuda.current_stream(self.device).wait_stream(self.stream)
+
+    def mark(self) -> Callable[[], None]:
+        return self.stream.record_event().synchronize
 
     def take_captured(self) -> list[object]:
         captured, self._captured = self._captured, []

@@ -60,6 +60,8 @@ class NeuronTier:
         gpu = triton_kernels(self.device)
         if gpu is not None and len(x) <= gpu.MAX_TOKENS:
             return gpu.sparse_ffn(self, x, mode, scores, threshold)
+        if self.device.type == "cuda" and len(x) > TOKENS_ONE_BY_ONE:
+            return self.whole_products(x, scores, threshold)
         native = products(self.device)
         if native is None:
             return self._by_reference(x, mode, scores, threshold)
@@ -97,6 +99,24 @@ class NeuronTier:
         if scores is not None:
             h[:, : len(x)].masked_fill_(threshold > scores.T, 0.0)
         return native.multiply_transposed(self.down, h)[:, : len(x)].T
+
+    def whole_products(self, x: "torch.Tensor", scores: "torch.Tensor | None", threshold: float) -> "torch.Tensor":
+        """What a call computes, by torch's products of all rows, with each token's own mask: for prompts on a GPU, which
+        waits for nothing here. *x* and *scores* are on the tier's device.
+
+        Plain weights are read in place; blocks are converted tile by tile.
+        """
+        import torch
+
+        dtype = self.first.product_dtype
+        output, x = torch.zeros(x.shape, dtype=torch.float32, device=self.device), x.to(dtype)
+        for first, end in [(0, len(self))] if self.first.is_plain else row_tiles(len(self), x.shape[1]):
+            rows = self._rows(first, end, dtype)
+            if scores is None:
+                output += kernel.dense(x, rows)
+            else:
+                output += kernel.masked(x, rows, scores[:, first:end], threshold)
+        return output
 
     def _by_reference(
         self, x: "torch.Tensor", mode: Mode, scores: "torch.Tensor | None", threshold: float
@@ -171,10 +191,11 @@ class PlacedFfn:
         each = list(zip(self.tiers, scores, strict=True))
 
         def sum_of(parts: "list[tuple[NeuronTier, torch.Tensor | None]]") -> "torch.Tensor | None":
+            # A GPU's part is queued, not awaited, so that tiers compute side by side; only then is anything fetched.
+            started = [tier(normed, mode, mine, threshold) for tier, mine in parts]
             output = self.down_bias
-            for tier, mine in parts:
-                part = tier(normed, mode, mine, threshold).to(normed.device)
-                output = part if output is None else output + part
+            for part in started:
+                output = part.to(normed.device) if output is None else output + part.to(normed.device)
             return output
 
         if self.overlap is None:

@@ -71,6 +71,12 @@ def exact(x: "torch.Tensor", rows: NeuronRows) -> "torch.Tensor":
     return _combine(x, z, factors, rows) @ down
 
 
+def masked(x: "torch.Tensor", rows: NeuronRows, scores: "torch.Tensor", threshold: float) -> "torch.Tensor":
+    """:func:`predicted` up to rounding, reading every row: nothing depends on how many candidates there are, so on a GPU no
+    length has to reach the host."""
+    return _activation(x, rows).masked_fill(~(scores >= threshold), 0) @ rows.down
+
+
 def predicted(x: "torch.Tensor", rows: NeuronRows, scores: "torch.Tensor", threshold: float) -> "torch.Tensor":
     """:func:`dense` over each token's own candidates, those with ``scores`` [tokens, k] ≥ *threshold*.
 
