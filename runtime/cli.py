@@ -35,6 +35,14 @@ from .kernels.packed_matrix import KINDS
 @click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True)
 @click.option("--ctx", type=click.IntRange(min=2), help="Tokens of prompt and answer.  [default: the placement's]")
 @click.option("--gpuidx", type=click.Path(path_type=Path), help="Placement to use.  [default: the workspace's]")
+@click.option(
+    "--vram-budget",
+    type=FiniteFloatType(minimum=-1.0, maximum=2.0**20),
+    help="GiB of the GPU for the model; neurons are placed anew where no file fits. Below 0: all that is free.",
+)
+@click.option("--reset-gpu-index", is_flag=True, help="Solve the placement again, and write its file.")
+@click.option("--disable-gpu-index", is_flag=True, help="Heed no placement file, and keep all neurons on the CPU.")
+@click.option("--cpu-only", is_flag=True, help="Heed neither a GPU nor a placement.")
 @click.option("--threads", type=click.IntRange(min=1), help="CPU threads.  [default: torch's choice]")
 @click.option("--model", help="Where the weights are now, if not where pi-profile found them.")
 @device_option
@@ -58,6 +66,10 @@ def main(
     seed: int,
     ctx: int | None,
     gpuidx: Path | None,
+    vram_budget: float | None,
+    reset_gpu_index: bool,
+    disable_gpu_index: bool,
+    cpu_only: bool,
     threads: int | None,
     model: str | None,
     device: str,
@@ -85,7 +97,11 @@ def main(
     refuse_broken_text(prompt)
     if threads:
         torch.set_num_threads(threads)
-    engine = open_engine(Workspace(workspace), EngineOptions(mode, gpuidx, ctx, device, dtype, model, threads=threads))  # type: ignore[arg-type]
+    if [reset_gpu_index, disable_gpu_index, cpu_only].count(True) > 1:
+        raise click.UsageError("--reset-gpu-index, --disable-gpu-index and --cpu-only exclude one another: give one")
+    placement = (vram_budget, reset_gpu_index, disable_gpu_index, cpu_only)
+    options = EngineOptions(mode, gpuidx, ctx, device, dtype, model, 1, threads, *placement)  # type: ignore[arg-type]
+    engine = open_engine(Workspace(workspace), options)
     context = engine.decoder.cache.context
     prompt_ids = engine.tokenizer(prompt)["input_ids"]
     check_prompt(len(prompt_ids), context)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from pi_toolkit.profiler.model_families import ModelShape
 
+from .gpu_memory import allocating
 from .gpu_step import gpu_step
 from .kernels.native import multiply
 from .kernels.sparse_ffn_reference import Mode
@@ -31,7 +32,8 @@ class Decoder:
     ) -> None:
         self.shape, self.weights, self.mode = shape, weights, mode
         devices = [layer.device for layer in weights.layers]
-        self.cache = KeyValueCache.allocate(shape, devices, slots, context, cache_dtype(weights.kind))
+        with allocating(f"the KV cache of {context} tokens × {slots}"):
+            self.cache = KeyValueCache.allocate(shape, devices, slots, context, cache_dtype(weights.kind))
         self._rotations = {device: self._rotation_table(device, context) for device in set(devices)}
         self.native = native_step(shape, weights, self.cache, self._rotations, threads)
         self.gpu = gpu_step(shape, weights, self.cache, self._rotations)

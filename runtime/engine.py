@@ -14,13 +14,14 @@ from pi_toolkit.profiler.model_families import ModelShape
 from pi_toolkit.profiler.model_gguf import GgufModel
 from pi_toolkit.profiler.token_windows import load_tokenizer, read_end_ids
 from pi_toolkit.profiler.workspace import ModelRecord, Workspace, open_checkpoint, read_model
-from pi_toolkit.solver import gpuidx
 from pi_toolkit.solver.gpuidx import GpuIndex
 from pi_toolkit.solver.memory import DEFAULT_CONTEXT, unit_bytes
 
 from .decoder import Decoder
+from .gpu_memory import loaded_or_freed, report_allocation, usable_bytes
 from .kernels.sparse_ffn_reference import Mode
 from .model_gguf_predictors import predictors_of
+from .placement_choice import PlacementOptions, RunConditions, find_placement, placement_of_run
 from .read_ahead import read_ahead
 from .tier_plan import TierPlan, all_cold, from_index
 from .weight_kind import choose_kind
@@ -37,7 +38,8 @@ class EngineOptions:
     ``mode``: predicted where there are predictors, else exact; dense where no neuron falls silent. ``gpuidx``: the
     workspace's placement. ``context``: the placement's, else the model's limit up to 4096. ``device`` is the hot tier's.
     ``dtype``: see :func:`choose_kind`. ``model``: where the weights are now. ``slots``: sequences at once. ``threads``: as
-    many as torch uses.
+    many as torch uses. ``vram_budget_gib``, ``reset_gpu_index``, ``disable_gpu_index``: see :class:`.placement_choice.
+    PlacementOptions`. ``cpu_only``: heed neither GPU nor placement.
     """
 
     mode: Mode | None = None
@@ -48,6 +50,16 @@ class EngineOptions:
     model: str | None = None
     slots: int = 1
     threads: int | None = None
+    vram_budget_gib: float | None = None
+    reset_gpu_index: bool = False
+    disable_gpu_index: bool = False
+    cpu_only: bool = False
+
+    @property
+    def placement(self) -> PlacementOptions:
+        if self.cpu_only:
+            return PlacementOptions(disabled=True)
+        return PlacementOptions(self.gpuidx, self.vram_budget_gib, self.reset_gpu_index, self.disable_gpu_index)
 
 
 @dataclass(frozen=True)
@@ -78,28 +90,45 @@ def open_engine(workspace: Workspace, options: EngineOptions) -> Engine:
     shape = record.shape
     shape.known_activation()
     predictors, mode = choose_mode(workspace, record, options.mode)
-    index = _find_placement(workspace, record, options.gpuidx)
-    context = _context(shape, options.context, index)
-    hot, cold = resolve_device(options.device), torch.device("cpu")
-    plan = from_index(index, hot, cold, hot_devices(index, hot)) if index else all_cold(shape, hot, cold)
+    index = find_placement(workspace, record, options.placement)
+    hot, cold = resolve_device("cpu" if options.cpu_only else options.device), torch.device("cpu")
     checkpoint = open_checkpoint(workspace, record, options.model)
     read_ahead(checkpoint.files)
-    kind = choose_kind(options.dtype, index, hot, checkpoint)
+    kind, context = choose_kind(options.dtype, index, hot, checkpoint), _context(shape, options.context, index)
+    widths = [len(fc1) for fc1 in predictors.fc1] if predictors else None
+    units = unit_bytes(shape, kind, context, options.slots, widths)
+    free_bytes = torch.cuda.mem_get_info(hot)[0] if hot.type == "cuda" else None
+
+    def conditions() -> RunConditions:
+        budget_bytes = usable_bytes(options.vram_budget_gib, free_bytes)
+        return RunConditions(kind, context, options.slots, mode, widths, budget_bytes)
+
+    def plan_of(index: GpuIndex | None) -> TierPlan:
+        return from_index(index, hot, cold, hot_devices(index, hot)) if index else all_cold(shape, hot, cold)
+
+    fullest = max(num_bytes for _, num_bytes in plan_of(index).bytes_by_gpu(units))
+    index = placement_of_run(workspace, record, options.placement, index, fullest, conditions)
+    plan = plan_of(index)
     file = checkpoint if isinstance(checkpoint, GgufModel) else None
     tokenizer = file.tokenizer() if file else load_tokenizer(checkpoint.directory, shape.vocabulary_size)
     if index and hot.type == "cpu":
         note(
             f"no GPU in use: both tiers are on the CPU ({percent(plan.hot_share(shape))} of the neurons on the hot one)"
         )
-    elif index:
-        widths = [len(fc1) for fc1 in predictors.fc1] if predictors else None
-        units = unit_bytes(shape, kind, context, options.slots, widths)
-        for number, (gpu, num_bytes) in enumerate(plan.bytes_by_gpu(units)):
-            budget = index.gpu_budgets[number] if index.gpu_budgets else index.gpu_budget_bytes
-            check_gpu_memory(num_bytes, torch.cuda.mem_get_info(gpu)[0], index, budget)
-    with progress_bar("loading", shape.num_layers, "layers") as progress:
-        weights = load_weights(checkpoint, plan, predictors, kind, progress.advance)
-    decoder = Decoder(shape, weights, options.slots, context, mode, options.threads)
+    planned = plan.bytes_by_gpu(units) if index and hot.type == "cuda" else []
+    for number, (gpu, num_bytes) in enumerate(planned):
+        assert index is not None, "without a placement nothing is planned"
+        budget = index.gpu_budgets[number] if index.gpu_budgets else index.gpu_budget_bytes
+        check_gpu_memory(num_bytes, torch.cuda.mem_get_info(gpu)[0], index, budget)
+
+    def load() -> Decoder:
+        with progress_bar("loading", shape.num_layers, "layers") as progress:
+            weights = load_weights(checkpoint, plan, predictors, kind, progress.advance)
+        return Decoder(shape, weights, options.slots, context, mode, options.threads)
+
+    before = {gpu: torch.cuda.memory_allocated(gpu) for gpu, _ in planned}
+    decoder = loaded_or_freed(load, str(workspace.path), free_bytes or 0)
+    report_allocation(planned, lambda gpu: torch.cuda.memory_allocated(gpu) - before[gpu])
     return Engine(record, decoder, tokenizer, plan, file.end_ids() if file else read_end_ids(checkpoint.directory))
 
 
@@ -143,15 +172,6 @@ def has_predictors(workspace: Workspace) -> bool:
     """Whether there are predictors, in a model file or beside the counts; reads none of them."""
     inside = workspace.is_file and GgufModel(workspace.path).num_predictors > 0
     return inside or workspace.predictor.exists()
-
-
-def _find_placement(workspace: Workspace, record: ModelRecord, wanted: Path | None) -> GpuIndex | None:
-    path = wanted or workspace.gpuidx(record)
-    if wanted is None and not path.exists():
-        where = "beside the file" if workspace.is_file else "in the workspace"
-        note(f"no placement {where}: every neuron is on the CPU (pi-place makes one)")
-        return None
-    return gpuidx.read(path, record.shape.ffn_sizes, record.fingerprint)
 
 
 def check_context(shape: ModelShape, wanted: int | None) -> None:

@@ -158,7 +158,9 @@ def gpu_step(shape: ModelShape, weights: ModelWeights, cache: KeyValueCache, rot
     graphs = None
     side = next((layer.ffn.overlap.side for layer in weights.layers if layer.ffn.overlap), None)
     if side is not None and not side.captures:
-        note("no native kernels or no driver's library: the CPU's part is no node of a graph, so every step is launched anew")
+        note(
+            "no native kernels or no driver's library: the CPU's part is no node of a graph, so every step is launched anew"
+        )
     elif triton_kernels(device) is not None and all(_stays_on(layer, device) for layer in weights.layers):
         graphs = StepGraphs(device, side)
     return GpuStep(shape, weights, cache, rotations, graphs)

@@ -33,7 +33,10 @@ class SideStream(Protocol):
     """A stream beside the one that the model's layers are queued on."""
 
     pinned: bool  # whether host buffers have to be page-locked for its copies
-    captures: bool  # whether a call can become a node of a graph
+
+    @property
+    def captures(self) -> bool:
+        """Whether a call can become a node of a graph."""
 
     def fork(self) -> None:
         """What is queued here next comes after all that the main stream holds now."""

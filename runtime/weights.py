@@ -12,6 +12,7 @@ from pi_toolkit.predictor_training.predictor_file import PredictorSet
 from pi_toolkit.profiler.checkpoint import Checkpoint
 from pi_toolkit.profiler.quantisation import QuantisedMatrix, TurnedMatrix
 
+from .gpu_memory import allocating
 from .kernels.native import multiply
 from .kernels.packed_matrix import Kind, PackedMatrix, allocate, fill, pack, row_bytes
 from .overlap import Overlap, overlap_on
@@ -92,7 +93,7 @@ def load_weights(
     """All weights of *checkpoint* as *kind*, placed by *plan*; calls *advance* once per layer.
 
     Vectors (norms, biases) are float32 in every kind. Raises ``CheckpointError`` for tensors that are absent or of
-    another shape than the config says.
+    another shape than the config says, and ``PartDoesNotFit`` where a GPU's memory ends.
     """
     shape = checkpoint.shape
     gpus = {device for layer in range(shape.num_layers) if (device := plan.attention_device(layer)).type == "cuda"}
@@ -104,13 +105,16 @@ def load_weights(
     for layer in range(shape.num_layers):
         layers.append(loader.layer(layer))
         advance(1)
+    with allocating("the output head"):
+        head = embedding if tied else loader.precise(checkpoint.shared("head.weight"), head_device)
+        final_norm = loader.norm(checkpoint.shared, "final_norm", head_device)
     return ModelWeights(
         kind=kind,
         embedding=embedding,
         positions=None if shape.rotary else loader.precise(checkpoint.shared("positions.weight"), plan.cold),
         layers=tuple(layers),
-        final_norm=loader.norm(checkpoint.shared, "final_norm", head_device),
-        head=embedding if tied else loader.precise(checkpoint.shared("head.weight"), head_device),
+        final_norm=final_norm,
+        head=head,
     )
 
 
@@ -145,6 +149,10 @@ class _Loader:
         return Norm(_vector(tensor(f"{role}.weight"), device), bias, shape.norm_epsilon)
 
     def layer(self, layer: int) -> LayerWeights:
+        with allocating(f"the attention of layer {layer}"):
+            return self._layer(layer)
+
+    def _layer(self, layer: int) -> LayerWeights:
         import torch
 
         device = self.plan.attention_device(layer)
@@ -185,7 +193,9 @@ class _Loader:
             order = torch.cat([ids for _, ids in places])
             where = self.plan.predictor_device(layer)
             fc1, fc2 = self.predictors.fc1[layer], self.predictors.fc2[layer][order]
-            predictor = PlacedPredictor(self.precise(fc1, where), self.precise(fc2, where), self.predictors.threshold)
+            with allocating(f"the predictor of layer {layer}"):
+                matrices = self.precise(fc1, where), self.precise(fc2, where)
+            predictor = PlacedPredictor(*matrices, self.predictors.threshold)
         return PlacedFfn(
             tiers=tuple(self._tier(layer, where, ids) for where, ids in places),
             down_bias=_vector(checkpoint.layer(layer, "down.bias"), device) if shape.ffn_bias else None,
@@ -194,6 +204,10 @@ class _Loader:
         )
 
     def _tier(self, layer: int, device: "torch.device", ids: "torch.Tensor") -> NeuronTier:
+        with allocating(f"{len(ids)} neurons of layer {layer}"):
+            return self._neurons(layer, device, ids)
+
+    def _neurons(self, layer: int, device: "torch.device", ids: "torch.Tensor") -> NeuronTier:
         """The rows of neurons *ids*, int64 [k]; up and down of gated neurons interleaved."""
         checkpoint, shape = self.checkpoint, self.checkpoint.shape
         length, activation = row_bytes(self.kind, shape.hidden_size), shape.known_activation()

@@ -2,16 +2,14 @@
 
 import contextlib
 import ctypes
-import dataclasses
 import shutil
 import subprocess
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from pi_toolkit.predictor_training.predictor_file import PredictorSet
+from gpu_cases import CPU, PROMPT, LateStream, decoder_for, drawn, five_placements, gpu_step_of, greedy_tokens, step_of
 from pi_toolkit.profiler.checkpoint import Checkpoint
 from pi_toolkit.profiler.errors import HostFunctionError
 from pi_toolkit.runtime.decoder import Decoder
@@ -22,81 +20,9 @@ from pi_toolkit.runtime.kernels.sparse_ffn_reference import Mode
 from pi_toolkit.runtime.overlap import ColdPart, Overlap
 from pi_toolkit.runtime.placed_ffn import NeuronTier, PlacedFfn
 from pi_toolkit.runtime.step_graphs import StepGraphs
-from pi_toolkit.runtime.tier_plan import TierPlan
-from pi_toolkit.runtime.weights import load_weights
-from tiny_models import BAMBOO, CONFIGS, PROSPARSE, VOCABULARY, save_family
+from tiny_models import BAMBOO, CONFIGS, DEMO_MODELS, PROSPARSE, VOCABULARY, save_family
 
-CPU = torch.device("cpu")
 STEPS = 11  # beyond the sliding window of the tiny Mistral
-
-
-class LateStream:
-    """A side stream that puts everything off: until the host waits for the copies, as an eager stream may, or until the
-    join, as a graph may. What is not yet copied holds NaN, which no later sum gets rid of."""
-
-    pinned = False
-
-    def __init__(self, captures: bool) -> None:
-        self.captures = captures
-        self.log: list[str] = []
-        self._queue: list[Callable[[], object]] = []
-
-    def fork(self) -> None:
-        self.log.append("fork")
-
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        self.log.append("copy")
-        target.fill_(torch.nan)
-        self._queue.append(lambda: target.copy_(source))
-
-    def call(self, part: ColdPart) -> None:
-        self.log.append("call")
-        part.partial.fill_(torch.nan)
-        self._queue.append(part)
-        if not self.captures:
-            self._drain()
-
-    def join(self) -> None:
-        self.log.append("join")
-        self._drain()
-
-    def take_captured(self) -> list[object]:
-        return []
-
-    def _drain(self) -> None:
-        for queued in self._queue:
-            queued()
-        self._queue = []
-
-
-def random_predictors(checkpoint: Checkpoint) -> PredictorSet:
-    shape, generator = checkpoint.shape, torch.Generator().manual_seed(8)
-    fc1 = tuple(torch.randn(32, shape.hidden_size, generator=generator) for _ in shape.ffn_sizes)
-    fc2 = tuple(torch.randn(neurons, 32, generator=generator) for neurons in shape.ffn_sizes)
-    return PredictorSet(fc1, fc2, 0.5, None, None)
-
-
-def decoder_for(checkpoint: Checkpoint, mode: Mode, hot_share: float, slots: int = 3) -> Decoder:
-    """A decoder with the hottest neurons on a first tier, everything else of the first two layers with them."""
-    shape = checkpoint.shape
-    hot = tuple(torch.randperm(n)[: int(hot_share * n)].sort().values.numpy() for n in shape.ffn_sizes)
-    everywhere = (True,) * shape.num_layers
-    plan = TierPlan(CPU, CPU, hot, everywhere, everywhere, True)
-    predictors = random_predictors(checkpoint) if mode == "predicted" else None
-    weights = load_weights(checkpoint, plan, predictors, "float32")
-    return Decoder(shape, weights, slots=slots, context=STEPS + 4, mode=mode)
-
-
-def gpu_step_of(decoder: Decoder, side: LateStream) -> GpuStep:
-    """The step a GPU would run on the same weights and a cache of its own, cold tiers beside hot ones."""
-    other = Decoder(decoder.shape, decoder.weights, len(decoder.cache.keys[0]), decoder.cache.context, decoder.mode)
-    overlap = Overlap(side)
-    layers = tuple(
-        dataclasses.replace(layer, ffn=dataclasses.replace(layer.ffn, overlap=overlap))
-        for layer in other.weights.layers
-    )
-    weights = dataclasses.replace(other.weights, layers=layers)
-    return GpuStep(decoder.shape, weights, other.cache, other._rotations, None)
 
 
 @pytest.fixture(scope="module", params=[*CONFIGS, BAMBOO, PROSPARSE])
@@ -110,7 +36,7 @@ def test_a_gpus_step_computes_what_the_decoder_does(checkpoint: Checkpoint, mode
     shares = (0.0, 0.5, 1.0) if checkpoint.shape.family == "llama" else (0.5,)
     tokens = torch.randint(0, VOCABULARY, (2, STEPS), generator=torch.Generator().manual_seed(1))
     for hot_share in shares:
-        decoder = decoder_for(checkpoint, mode, hot_share)
+        decoder = decoder_for(checkpoint, mode, drawn(checkpoint.shape.ffn_sizes, hot_share), context=STEPS + 4)
         sides = LateStream(captures=False), LateStream(captures=True)
         steps = [gpu_step_of(decoder, side) for side in sides]
         for t in range(STEPS):
@@ -122,6 +48,24 @@ def test_a_gpus_step_computes_what_the_decoder_does(checkpoint: Checkpoint, mode
         copies_out = ["copy"] * (2 if mode == "predicted" else 1)
         queued = ["fork", *copies_out, "call", "copy", "join"] * checkpoint.shape.num_layers * STEPS
         assert all(side.log == queued for side in sides)
+
+
+@pytest.mark.parametrize("captures", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("model", ["relu-llama-5m", "relu-opt-3m"])
+def test_greedy_tokens_of_trained_models(model: str, captures: bool) -> None:
+    """A placement or a way of launching that changes the text of a real model."""
+    checkpoint, new_tokens = Checkpoint(DEMO_MODELS / model), 12
+    for mode in ("dense", "exact", "predicted"):
+        for placement, hot in five_placements(checkpoint.shape.ffn_sizes).items():
+            decoder = decoder_for(checkpoint, mode, hot, context=len(PROMPT) + new_tokens, slots=1)
+            want = greedy_tokens(step_of(decoder), PROMPT, new_tokens)
+            gpu = gpu_step_of(decoder, LateStream(captures))
+
+            def step(token: int, position: int, gpu: GpuStep = gpu, decoder: Decoder = decoder) -> torch.Tensor:
+                hidden = gpu.run(torch.tensor([token]), torch.tensor([position]), 0, decoder.mode)
+                return decoder.logits(hidden)[0]
+
+            assert greedy_tokens(step, PROMPT, new_tokens) == want, (mode, placement)
 
 
 def tier(neurons: int, hidden: int, seed: int) -> NeuronTier:
