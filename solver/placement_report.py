@@ -61,8 +61,8 @@ def print_placement(placement: Placement, record: ModelRecord, request: Placemen
 
 def comparison(placement: Placement) -> str:
     """``random … / layer-wise … / paper … / this … tokens/s``, as predicted."""
-    rivals = [f"{name} {'–' if speed is None else f'{speed:.2f}'}" for name, speed in placement.rivals.items()]
-    return f"predicted: {' / '.join([*rivals, f'this {placement.time.tokens_per_second:.2f}'])} tokens/s"
+    speeds = placement.rivals | {"this": placement.time.tokens_per_second}
+    return f"predicted: {' / '.join(f'{name} {_speed(speed)}' for name, speed in speeds.items())} tokens/s"
 
 
 def gpu_share_of_firings(placement: Placement) -> float:
@@ -112,6 +112,12 @@ def json_result(placement: Placement, request: PlacementRequest, machine: Hardwa
             for gpu, (budget, used) in enumerate(zip(placement.gpu_budgets, placement.gpu_used, strict=True))
         ]
     return result
+
+
+def _speed(tokens_per_second: float | None) -> str:
+    if tokens_per_second is None:
+        return "–"
+    return f"{tokens_per_second:,.2f}" if tokens_per_second < 100 else f"{tokens_per_second:,.0f}"
 
 
 def _counts(layer: np.ndarray, gpus: int) -> str:
