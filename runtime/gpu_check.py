@@ -9,6 +9,7 @@ anywhere, which shows that it runs, and measures nothing of interest.
 import gc
 import json
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +19,6 @@ import click
 
 from pi_toolkit.profiler.atomic_write import atomic_file
 from pi_toolkit.profiler.command_line import ToolkitCommand, note, print_table
-from pi_toolkit.profiler.errors import ToolkitError
 from pi_toolkit.profiler.hardware import Gpu, Hardware
 from pi_toolkit.profiler.this_machine import cpu_name, memory_bytes
 
@@ -210,12 +210,12 @@ def measure_offload(options: CheckOptions, percent: int, left: Callable[[], floa
 
 
 def guarded(measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """A figure that cannot be had does not take the others with it."""
+    """A figure that cannot be had does not take the others with it, whatever the reason: it stays in the file."""
     try:
         return measure()
-    except (RuntimeError, ValueError, ToolkitError) as error:
+    except Exception as error:
         note(f"not measured: {error}")
-        return {"not_measured": f"{type(error).__name__}: {error}"}
+        return {"not_measured": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
 
 
 def plan_for(options: CheckOptions, kind: Kind, percent: int) -> tuple[TierPlan, dict[str, Any]]:

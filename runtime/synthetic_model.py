@@ -33,7 +33,7 @@ HOT_SHARE, HOT_FIRINGS = 0.26, 0.80
 MOST_OFTEN = 0.45  # no gate row would be long enough for half of all tokens
 MADE_AT_ONCE = 2**26  # values
 PREDICTOR_SHARE = 4  # hidden size over a predictor's width
-ALL_FIRE = -1e30
+ALL_FIRE = -6e4  # far below any product, and a number that F16 can hold
 
 
 @dataclass(frozen=True)
