@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpu_cases import CPU, PROMPT, LateStream, decoder_for, drawn, five_placements, gpu_step_of, greedy_tokens, step_of
 from pi_toolkit.profiler.checkpoint import Checkpoint
@@ -66,6 +67,29 @@ def test_greedy_tokens_of_trained_models(model: str, captures: bool) -> None:
                 return decoder.logits(hidden)[0]
 
             assert greedy_tokens(step, PROMPT, new_tokens) == want, (mode, placement)
+
+
+class AsksForNothing(TorchDispatchMode):
+    """Refuses what would make a GPU's host wait, and what no graph could hold: contents or lengths of tensors."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        refused = torch.ops.aten.nonzero.default, torch.ops.aten._local_scalar_dense.default
+        masks = [i for i in (args[1] if func is torch.ops.aten.index.Tensor else ()) if i is not None]
+        assert func not in refused and all(i.dtype != torch.bool for i in masks), func
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("mode", ["dense", "exact", "predicted"])
+def test_a_step_asks_the_gpu_for_nothing(checkpoint: Checkpoint, mode: Mode) -> None:
+    """A list of candidates or a length that travels to the host: a wait in every layer, and a graph that is refused."""
+    decoder = decoder_for(checkpoint, mode, drawn(checkpoint.shape.ffn_sizes, 0.5), context=STEPS + 4)
+    step = gpu_step_of(decoder, LateStream(captures=True))
+    with torch.inference_mode():
+        inputs = step._filled(torch.tensor([3, 4]), torch.tensor([0, 0]))
+        with AsksForNothing():
+            step._compute(inputs, 0, STEPS, mode)
 
 
 def tier(neurons: int, hidden: int, seed: int) -> NeuronTier:
