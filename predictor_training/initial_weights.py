@@ -54,31 +54,32 @@ class CutMap:
 def cut_map(firing: FiringMap, samples: LayerSamples, scale: float) -> CutMap:
     """Decompose *firing* by what it does on *samples* divided by *scale*; computes on the samples' device.
 
-    Takes the eigenvectors of one matrix [hidden, hidden].
+    Takes the eigenvectors of two matrices [hidden, hidden].
     """
     import torch
 
     with torch.inference_mode():
         weight, bias = firing.weight.to(samples.device), firing.bias.to(samples.device)
         inputs = samples.evenly(MOMENT_SAMPLES) / scale
-        hidden = inputs.shape[1]
         moments = (inputs.T @ inputs).double() / len(inputs)
-        moments += torch.eye(hidden, device=moments.device) * (SMALL * moments.diagonal().mean() + SMALL**2)
+        # Sums in float32 leave directions in which inputs hardly move with a negative second moment of rounding errors.
+        squares, axes = torch.linalg.eigh(moments)
+        spread = squares.clamp(min=SMALL * float(squares.mean()) + SMALL**2).sqrt()
+        root, inverse_root = axes * spread, axes / spread  # C = root · rootᵀ
         magnitude = firing.magnitude(inputs)
         wanted = torch.stack([inputs.mean(dim=0), (inputs * magnitude[:, None]).mean(dim=0)]).double()
-        constant, of_magnitude = torch.linalg.solve(moments, wanted.T).T.float()
+        constant, of_magnitude = ((wanted @ inverse_root) @ inverse_root.T).float()
         linear = weight + bias[:, None] * of_magnitude
         mean = linear @ inputs.mean(dim=0)
         moving = linear - mean[:, None] * constant
         deviation = (inputs[:SCORE_SAMPLES] @ moving.T).std(dim=0, correction=0)
         deviation = torch.maximum(deviation, STEADIEST * mean.abs()).clamp(min=SMALL)
-        root = torch.linalg.cholesky(moments)
         standard = (moving / deviation[:, None]).double()
         values, vectors = torch.linalg.eigh(root.T @ (standard.T @ standard) @ root)
         values, vectors = values.flip(0).clamp(min=0), vectors.flip(1)
         # U = standard · root · vectors / √values; the projections Uᵀ · standard · x have the deviation √values
         columns = standard @ (root @ vectors) * deviation.double()[:, None]
-        directions = torch.linalg.solve_triangular(root.T, vectors, upper=True).T
+        directions = (inverse_root @ vectors).T
         return CutMap(
             directions.float(),
             columns.float(),

@@ -229,7 +229,9 @@ def test_modes_that_skip_neurons_are_refused_for_a_silu_model(tmp_path: Path, re
 def test_an_activation_that_is_not_implemented_is_refused(tmp_path: Path, refuses: Refuses) -> None:
     """The nearest known activation in its place."""
     workspace = make_workspace(tmp_path, "llama", "squared", hidden_act="relu2")
-    assert "'relu2' on gated neurons, and only relu, drelu, silu, gelu" in refuses(pi_run, workspace.path, "-p", "a")
+    assert "'relu2' on gated neurons, and only relu, fatrelu, drelu, silu, gelu" in refuses(
+        pi_run, workspace.path, "-p", "a"
+    )
 
 
 def test_interrupt_ends_in_one_sentence(workspace: Workspace) -> None:
