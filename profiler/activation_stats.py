@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .atomic_write import atomic_directory
-from .command_line import note
+from .command_line import LARGEST_COUNT, note
 from .errors import ActivationStatsError, FingerprintMismatchError, WorkspaceError, shown
 from .json_file import read_json, require_format, write_json
 
@@ -105,7 +105,7 @@ def read(directory: Path, ffn_sizes: Sequence[int], fingerprint: str) -> Activat
         about = read_json(directory / "profile.json", ActivationStatsError, _REMEDY)
         require_format(about, directory / "profile.json", FORMAT, VERSION, ActivationStatsError)
         tokens = about.get("tokens")
-        if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1:
+        if not isinstance(tokens, int) or isinstance(tokens, bool) or not 1 <= tokens <= LARGEST_COUNT:
             raise ActivationStatsError(f"profile.json states {shown(tokens)} tokens: {_REMEDY}")
     check_fingerprint(directory, about.get("fingerprint"), fingerprint, _REMEDY)
     stats = ActivationStats(

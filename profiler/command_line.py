@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 
 LARGEST_COUNT = 10**15  # of tokens: beyond it only slips of the keyboard lie
+MOST_THREADS = 1024  # as many as no processor has cores: tens of thousands end the process
+MOST_SEQUENCES = 2**16  # at once
+_TAKE_MEMORY = ("--batch-size", "--slots", "--window", "--ctx", "--tokens")
 
 
 class ToolkitCommand(click.Command):
@@ -46,6 +49,8 @@ class ToolkitCommand(click.Command):
                 ) from None
             raise click.ClickException(f"interrupted before the end: {changed}, run the command again") from None
         except OSError as error:
+            if is_out_of_memory(error):
+                raise self._out_of_memory() from error
             if error.errno == errno.EPIPE:
                 raise  # click ends quietly when the reader of a pipe has gone
             where = f" {str(error.filename)!r}" if error.filename else ""
@@ -55,9 +60,16 @@ class ToolkitCommand(click.Command):
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
-            raise click.ClickException(
-                "out of memory: lower --batch-size, --window or --tokens, or use --dtype bfloat16"
-            ) from error
+            raise self._out_of_memory() from error
+
+    def _out_of_memory(self) -> click.ClickException:
+        """The remedy names the options that this command has."""
+        options = {name for parameter in self.params for name in parameter.opts}
+        smaller = " or ".join(name for name in _TAKE_MEMORY if name in options)
+        remedies = [f"lower {smaller}"] * bool(smaller) + ["use --dtype bfloat16"] * ("--dtype" in options)
+        return click.ClickException(
+            f"out of memory: {', or '.join(remedies) or 'use a machine with more of it, or a smaller model'}"
+        )
 
 
 @contextmanager
@@ -75,8 +87,10 @@ def _terminated_like_interrupted() -> Iterator[None]:
 
 def is_out_of_memory(error: Exception) -> bool:
     """Torch raises subclasses of ``RuntimeError`` for a GPU and ``RuntimeError`` itself for a CPU."""
-    return isinstance(error, MemoryError) or any(
-        words in str(error) for words in ("out of memory", "can't allocate memory")
+    if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
+        return True
+    return any(
+        words in str(error).lower() for words in ("out of memory", "can't allocate memory", "cannot allocate memory")
     )
 
 

@@ -32,6 +32,7 @@ from .errors import HardwareError, shown
 FORMAT, VERSION = "powerinfer-toolkit/hardware", 1
 GIB = 2**30
 LARGEST_NUMBER = 1e9  # an exbibyte in GiB: beyond it only mistakes lie, and bytes leave the 64 bits of a file's key
+SMALLEST_NUMBER = 1e-9  # of sizes and speeds: about a byte, and times stay finite
 _CPU_KEYS = {"name", "memory_gib", "bandwidth_gb_per_second"}
 _GPU_KEYS = _CPU_KEYS | {"pcie_gb_per_second", "sync_seconds"}
 _RESERVE_KEYS = {"context_gib", "scratch_gib", "margin_gib"}
@@ -216,17 +217,20 @@ def _check_keys(content: Mapping[str, Any], required: set[str], optional: set[st
 
 
 def _text(table: Mapping[str, Any], key: str, source: str) -> str:
-    if not isinstance(table[key], str):
-        raise HardwareError(f"hardware {source!r}: {key} is not text: put it in quotes")
+    if not isinstance(table[key], str) or not table[key].isprintable():
+        raise HardwareError(f"hardware {source!r}: {key} is not printable text: put a name in quotes")
     return table[key]
 
 
 def _number(table: Mapping[str, Any], key: str, source: str, allow_zero: bool = False) -> float:
     value = table[key]
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not 0 <= value < LARGEST_NUMBER or (value == 0 and not allow_zero):
-        bound = "of at least 0" if allow_zero else "above 0"
-        raise HardwareError(f"hardware {source!r}: {key} = {shown(value)}: give a finite number {bound}")
+    smallest = 0 if allow_zero else SMALLEST_NUMBER
+    if not number or not smallest <= value < LARGEST_NUMBER:
+        raise HardwareError(
+            f"hardware {source!r}: {key} = {shown(value)}: give a number of at least {smallest:g} and "
+            f"below {LARGEST_NUMBER:g}"
+        )
     return float(value)
 
 

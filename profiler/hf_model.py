@@ -51,18 +51,24 @@ def _load(checkpoint: Checkpoint, dtype: "torch.dtype") -> Any:
     except Exception as error:  # a config that its validators do not expect makes transformers raise any type
         if is_out_of_memory(error):
             raise
-        reason = (" ".join(str(error).split()) or type(error).__name__)[
-            :300
-        ]  # validators name the field, then the fault
-        raise CheckpointError(
-            f"transformers cannot load {str(checkpoint.directory)!r} ({reason}): download the model again"
-        ) from error
+        raise cannot_load(checkpoint, error) from error
     model, loading = loaded
     if missing := sorted(loading["missing_keys"]):
         raise CheckpointError(
             f"{str(checkpoint.directory)!r} lacks {len(missing)} tensors ({missing[0]} …): download the complete model"
         )
     return model
+
+
+def cannot_load(checkpoint: Checkpoint, error: Exception) -> CheckpointError:
+    """What to say of an *error* of ``transformers``: a package that is missing or damaged is no fault of the model."""
+    reason = (" ".join(str(error).split()) or type(error).__name__)[:300]  # validators name the field, then the fault
+    remedy = (
+        "install what is missing, or this toolkit in a new environment"
+        if isinstance(error, ImportError)
+        else "download the model again"
+    )
+    return CheckpointError(f"transformers cannot load {str(checkpoint.directory)!r} ({reason}): {remedy}")
 
 
 @contextmanager

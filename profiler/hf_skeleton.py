@@ -3,8 +3,8 @@
 from typing import TYPE_CHECKING, Any
 
 from .checkpoint import Checkpoint
-from .errors import CheckpointError
 from .hf_from_file import compute_activation, computed_here, hf_config
+from .hf_model import cannot_load
 from .model_gguf import GgufModel
 
 if TYPE_CHECKING:
@@ -48,7 +48,4 @@ def _read_config(checkpoint: Checkpoint) -> Any:
     except PermissionError:
         raise
     except Exception as error:  # its validators raise any type
-        reason = (" ".join(str(error).split()) or type(error).__name__)[:300]
-        raise CheckpointError(
-            f"transformers cannot load {str(checkpoint.directory)!r} ({reason}): download the model again"
-        ) from error
+        raise cannot_load(checkpoint, error) from error

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pi_toolkit.profiler.command_line import (
+    MOST_THREADS,
     FiniteFloatType,
     ToolkitCommand,
     device_option,
@@ -72,7 +73,7 @@ class BaselineType(click.ParamType):
     type=ListType(FiniteFloatType(exclusive=True, maximum=1.0)),
     help="Make these shares of the neurons fire, drawn at random: for speed alone, the text is nonsense.",
 )
-@click.option("--threads", type=click.IntRange(min=1), help="CPU threads of everybody.  [default: all cores]")
+@click.option("--threads", type=click.IntRange(1, MOST_THREADS), help="CPU threads of everybody.  [default: all cores]")
 @click.option(
     "-p", "--prompt-tokens", "lengths", type=ListType(click.IntRange(min=1)), default="8,512", show_default=True
 )

@@ -5,6 +5,7 @@ from pathlib import Path
 import click
 
 from pi_toolkit.profiler.command_line import (
+    MOST_THREADS,
     FiniteFloatType,
     ToolkitCommand,
     device_option,
@@ -43,7 +44,7 @@ from .kernels.packed_matrix import KINDS
 @click.option("--reset-gpu-index", is_flag=True, help="Solve the placement again, and write its file.")
 @click.option("--disable-gpu-index", is_flag=True, help="Heed no placement file, and keep all neurons on the CPU.")
 @click.option("--cpu-only", is_flag=True, help="Heed neither a GPU nor a placement.")
-@click.option("--threads", type=click.IntRange(min=1), help="CPU threads.  [default: torch's choice]")
+@click.option("--threads", type=click.IntRange(1, MOST_THREADS), help="CPU threads.  [default: torch's choice]")
 @click.option("--model", help="Where the weights are now, if not where pi-profile found them.")
 @device_option
 @click.option(

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pi_toolkit.profiler.command_line import (
+    MOST_SEQUENCES,
+    MOST_THREADS,
     CountType,
     ToolkitCommand,
     device_option,
@@ -69,8 +71,10 @@ THE_WORKSPACES_OWN = "the workspace's own"
 @click.option("--fewshot", type=click.IntRange(min=0), help="Examples before each question of lm-eval's tasks.")
 @click.option("--ctx", type=click.IntRange(min=2), help=f"Context for --tasks.  [default: up to {TASK_CONTEXT}]")
 @click.option("--gpuidx", type=click.Path(path_type=Path), help="Placement to use.  [default: the workspace's]")
-@click.option("--slots", type=click.IntRange(min=1), default=4, show_default=True, help="Windows or choices at once.")
-@click.option("--threads", type=click.IntRange(min=1), help="CPU threads.  [default: torch's choice]")
+@click.option(
+    "--slots", type=click.IntRange(1, MOST_SEQUENCES), default=4, show_default=True, help="Windows or choices at once."
+)
+@click.option("--threads", type=click.IntRange(1, MOST_THREADS), help="CPU threads.  [default: torch's choice]")
 @click.option("--model", help="Where the weights are now, if not where pi-profile found them.")
 @device_option
 @click.option(

@@ -1,6 +1,5 @@
 """``pi-simulate``: the predicted speed of models and machines that are not here."""
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -17,10 +16,11 @@ from pi_toolkit.profiler.command_line import (
     version_option,
 )
 from pi_toolkit.profiler.errors import PlacementError
-from pi_toolkit.profiler.hardware import GIB, LARGEST_NUMBER, Hardware
+from pi_toolkit.profiler.hardware import Hardware
 
 from .machine_choice import resolve_hardware
 from .memory import DTYPES
+from .placement_inputs import VramType, with_vram
 
 if TYPE_CHECKING:
     from .simulated_model import SimulatedModel
@@ -39,9 +39,7 @@ _SHARE = FiniteFloatType(exclusive=True, maximum=1.0)
 )
 @click.option("--dtype", type=click.Choice(DTYPES), default="float16", show_default=True, help="Type of the weights.")
 @click.option("--hardware", default="auto", show_default=True, help="Preset or TOML file; auto: this machine.")
-@click.option(
-    "--vram", type=FiniteFloatType(exclusive=True, maximum=LARGEST_NUMBER), help="GiB of the GPU, in place of its own."
-)
+@click.option("--vram", type=VramType(), help="GiB of the GPU, or of several: 24,24.  [default: --hardware's]")
 @click.option(
     "--density", type=_SHARE, help="Share of neurons that fire on a token.  [default: the preset's or the profile's]"
 )
@@ -55,22 +53,26 @@ _SHARE = FiniteFloatType(exclusive=True, maximum=1.0)
 )
 @click.option("--predictor-dtype", type=click.Choice(DTYPES), default="q8_0", show_default=True)
 @click.option(
-    "--ctx", type=click.IntRange(min=1), default=CONTEXT, show_default=True, help="Tokens of KV cache, all read."
+    "--ctx",
+    type=click.IntRange(min=1),
+    help=f"Tokens of KV cache, all read.  [default: {CONTEXT}, or the model's limit]",
 )
 @click.option("--system", "systems", type=click.Choice(SYSTEMS), multiple=True, help="Repeatable.  [default: all]")
 @click.option("--paper", is_flag=True, help="Compare with every speed that the PowerInfer paper prints instead.")
 @json_option
 @version_option
+@click.pass_context
 def main(
+    context: click.Context,
     shape: str | None,
     dtype: str,
     hardware: str,
-    vram: float | None,
+    vram: tuple[float, ...] | None,
     density: float | None,
     law: str | None,
     predictor_share: float | None,
     predictor_dtype: str,
-    ctx: int,
+    ctx: int | None,
     systems: "tuple[System, ...]",
     paper: bool,
     as_json: bool,
@@ -86,6 +88,7 @@ def main(
     if paper == (shape is not None):
         raise click.UsageError("one thing at a time: give --shape with a preset, directory or workspace, or --paper")
     if paper:
+        _refuse_other_options(context)
         _compare_with_paper(as_json)
         return
     from .simulated_model import LAWS as LAW_FACTS
@@ -93,23 +96,33 @@ def main(
 
     assert shape is not None, "checked above"
     facts = model_facts(shape)
-    if ctx > facts.shape.max_positions:
-        limit = facts.shape.max_positions
+    limit = facts.shape.max_positions
+    if ctx is not None and ctx > limit:
         raise click.BadParameter(
             f"{ctx} is beyond the model's {limit} positions: give at most {limit}", param_hint="--ctx"
         )
-    machine = _with_vram(resolve_hardware(hardware, vram), vram)
-    model = simulated_model(facts, dtype, ctx, density, LAW_FACTS.get(law or ""), predictor_share, predictor_dtype)
+    machine = with_vram(resolve_hardware(hardware, max(vram) if vram else None), vram)
+    model = simulated_model(
+        facts,
+        dtype,
+        ctx or min(CONTEXT, limit),
+        density,
+        LAW_FACTS.get(law or ""),
+        predictor_share,
+        predictor_dtype,
+    )
     speeds = _simulate_all(model, machine, systems or SYSTEMS, skip_what_does_not_fit=not systems)
     _print_speeds(shape, model, machine, speeds)
     if as_json:
         emit_json(_json(shape, model, machine, speeds))
 
 
-def _with_vram(machine: Hardware, vram: float | None) -> Hardware:
-    if vram is None or machine.gpu is None:
-        return machine
-    return replace(machine, gpus=(replace(machine.gpu, memory_bytes=int(vram * GIB)),))
+def _refuse_other_options(context: click.Context) -> None:
+    """Beside ``--paper`` every other option would be ignored without a word."""
+    for param in context.command.params:
+        given = context.get_parameter_source(param.name or "") is not click.core.ParameterSource.DEFAULT
+        if given and param.name not in ("paper", "as_json"):
+            raise click.UsageError(f"--paper compares the paper's models and machines: leave out {param.opts[0]}")
 
 
 def _simulate_all(

@@ -255,6 +255,7 @@ def test_counts_of_another_model_are_refused(directory: Path) -> None:
         ({"tokens": 0}, "states 0 tokens"),
         ({"tokens": "100"}, "states '100' tokens"),
         ({"tokens": 1e2}, "states 100.0 tokens"),
+        ({"tokens": 10**400}, "tokens: run pi-profile"),
         ({"tokens": True}, "states True tokens"),
         ({"tokens": None}, "states None tokens"),
     ],

@@ -229,11 +229,13 @@ def test_workspace_of_another_model_is_left_alone(
     [
         (KeyboardInterrupt(), "no output was changed, run the command again"),
         (OSError(28, "No space left on device"), "No space left on device: check that the path is readable"),
-        (MemoryError(), "out of memory: lower --batch-size"),
+        (MemoryError(), "out of memory: lower --batch-size or --window or --tokens, or use --dtype bfloat16"),
+        (OSError(12, "Cannot allocate memory"), "out of memory: lower --batch-size"),
+        (RuntimeError("unable to mmap 9 bytes: Cannot allocate memory (12)"), "out of memory: lower --batch-size"),
         (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: 9 bytes"), "out of memory: lower"),
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 MiB."), "out of memory: lower"),
     ],
-    ids=["Ctrl-C", "full disk", "memory", "CPU memory", "GPU memory"],
+    ids=["Ctrl-C", "full disk", "memory", "system's memory", "mapped memory", "CPU memory", "GPU memory"],
 )
 def test_interruption_in_any_stage_keeps_the_old_counts(
     tmp_path: Path,

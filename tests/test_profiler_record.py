@@ -251,6 +251,18 @@ def test_weights_that_transformers_does_not_find_are_an_error(tmp_path: Path) ->
         load_hf_model(checkpoint, CPU, torch.float32)
 
 
+def test_a_missing_package_is_not_the_models_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prevents a whole model from being downloaded again where ``transformers`` lacks a package."""
+    checkpoint = Checkpoint(save_family(tmp_path, "llama"))
+
+    def fail(*_arguments: Any, **_options: Any) -> Any:
+        raise ModuleNotFoundError("Could not import module 'LlamaForCausalLM'")
+
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", fail)
+    with pytest.raises(CheckpointError, match=r"'LlamaForCausalLM'.*: install what is missing"):
+        load_hf_model(checkpoint, CPU, torch.float32)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("tokens", "neurons"), [(1, 1), (7, 3), (40, 96), (70_000, 4)])
 def test_counter_equals_a_comparison_of_every_number(dtype: torch.dtype, tokens: int, neurons: int) -> None:

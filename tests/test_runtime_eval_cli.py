@@ -252,6 +252,8 @@ def test_lm_eval_is_not_installed(workspace: Workspace, refuses: Refuses, monkey
         ["--tokens", "many"],
         ["--prompt-tokens", 128],
         ["--slots", 0],
+        ["--slots", 10**20],
+        ["--threads", 10**5],
     ],
 )
 def test_usage_errors(workspace: Workspace, corpus: Path, run: Callable[..., Result], options: list[object]) -> None:

@@ -287,6 +287,8 @@ def test_a_hugging_face_config(tmp_path: Path, run_json: Callable[..., Any], ref
     [
         ((), "give --shape", 2),
         (("--shape", "opt-66b", "--paper"), "give --shape", 2),
+        (("--paper", "--density", 0.3), "leave out --density", 2),
+        (("--paper", "--hardware", "abacus"), "leave out --hardware", 2),
         (("--shape", "opt-66b", "--density", 0), "out of range", 2),
         (("--shape", "opt-66b", "--ctx", 10**6), "beyond the model's 2048 positions: give at most 2048", 2),
         (("--shape", "gpt-9"), "'gpt-9' is neither a workspace, a Hugging Face directory nor a preset: give one of", 1),
@@ -321,3 +323,19 @@ def test_vram_replaces_the_gpus_memory(run_json: Callable[..., dict[str, Any]]) 
     assert few["predicted_tokens_per_second"] < many["predicted_tokens_per_second"]
     gpu = read_hardware("rtx2080ti-i7-12700k").gpu
     assert gpu and gpu.memory_bytes == 11 * GIB
+
+
+def test_vram_of_several_gpus(run_json: Callable[..., dict[str, Any]]) -> None:
+    """The second GPU of a machine forgotten where --vram is given."""
+    arguments = ("--shape", "bamboo-7b", "--hardware", "rtx2080ti-i7-12700k", "--system", "llama.cpp")
+    one, two = (run_json(pi_simulate, *arguments, "--vram", vram) for vram in ("4", "4,4"))
+    assert one["gpu_share_of_ffn_reads"] < two["gpu_share_of_ffn_reads"]
+
+
+def test_context_within_a_small_models_positions(tmp_path: Path, run_json: Callable[..., Any]) -> None:
+    """A default that the model of the own workspace refuses."""
+    config = {"model_type": "opt", "hidden_size": 64, "ffn_dim": 256, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config |= {"word_embed_proj_dim": 64, "max_position_embeddings": 128}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    arguments = ("--shape", tmp_path, "--hardware", "rtx4090-i9-13900k", "--density", 0.05)
+    assert run_json(pi_simulate, *arguments)["context"] == 128
