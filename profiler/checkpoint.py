@@ -92,11 +92,6 @@ class Checkpoint:
         self._family = FAMILIES[self.shape.family]
         self._tensors = _open_weight_files(directory)
 
-    @property
-    def files(self) -> list[Path]:
-        """The files that hold the weights."""
-        return _weight_files(self.directory)
-
     def shared(self, role: str) -> "torch.Tensor":
         """A tensor outside the layers; the tied output head is the embedding."""
         if role == "head.weight" and self.shape.tied_embeddings:
@@ -113,6 +108,13 @@ class Checkpoint:
             fused = self._checked("fused_qkv.weight", name, (q + 2 * kv, self.shape.hidden_size))
             tensors = self._family.split_fused(self.shape, fused)
         return tensors | {role: self.layer(layer, role) for role in roles if role not in tensors}
+
+    def attention_rows(self, layer: int) -> "dict[str, torch.Tensor]":
+        """The same; of a model file it describes rows that are to be exchanged, and here none are."""
+        return self.attention(layer)
+
+    def drop_pages(self) -> None:
+        """Of a model file: what was read leaves the memory; here that is up to the system."""
 
     def layer(self, layer: int, role: str) -> "torch.Tensor":
         """One tensor of *layer* that is stored under a name of its own."""
@@ -182,7 +184,7 @@ def _hash_tensor(digest: Any, role: str, tensor: "torch.Tensor") -> None:
 
 
 def _open_weight_files(directory: Path) -> "dict[str, torch.Tensor]":
-    files = _weight_files(directory)
+    files = _require_weight_files(directory)
     tensors: dict[str, torch.Tensor] = {}
     for file in files:
         tensors |= _open_safetensors(file) if file.suffix == ".safetensors" else _open_bin(file)
@@ -190,10 +192,15 @@ def _open_weight_files(directory: Path) -> "dict[str, torch.Tensor]":
     return tensors
 
 
-def _weight_files(directory: Path) -> list[Path]:
-    for pattern in _FILE_PATTERNS:
-        if files := sorted(directory.glob(pattern)):
-            return files
+def weight_files(directory: Path) -> list[Path]:
+    """The files that hold the weights of a model directory; none where there are none."""
+    found = (sorted(directory.glob(pattern)) for pattern in _FILE_PATTERNS)
+    return next((files for files in found if files), [])
+
+
+def _require_weight_files(directory: Path) -> list[Path]:
+    if files := weight_files(directory):
+        return files
     raise CheckpointError(
         f"{str(directory)!r} has no model*.safetensors or pytorch_model*.bin: download the model's weights into it"
     )

@@ -86,10 +86,12 @@ class GgufFile:
             return raw.view(NUMPY_DTYPES[info.type]).reshape(info.shape)
         return raw.reshape(*info.shape[:-1], tensor_bytes(info.shape[-1:], info.type))
 
-    def drop_pages(self, name: str) -> None:
-        """Take a tensor's pages out of this process; views of it stay valid and read them from the file again."""
-        begin = self._starts[name] // mmap.PAGESIZE * mmap.PAGESIZE
-        length = self._starts[name] + self.tensors[name].num_bytes - begin
+    def drop_pages(self, name: str | None = None) -> None:
+        """Take a tensor's pages, or all, out of this process; views stay valid and read them from the file again."""
+        begin, length = 0, len(self._buffer)
+        if name is not None:
+            begin = self._starts[name] // mmap.PAGESIZE * mmap.PAGESIZE
+            length = self._starts[name] + self.tensors[name].num_bytes - begin
         if length and hasattr(mmap, "MADV_DONTNEED"):
             self._buffer.madvise(mmap.MADV_DONTNEED, begin, length)
 

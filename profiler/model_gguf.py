@@ -35,13 +35,22 @@ from .model_gguf_layout import (
     shared_name,
     stored_layer_shapes,
 )
-from .quantisation import KINDS, QuantisedKind, QuantisedMatrix, TurnedMatrix, dense, dequantise
+from .quantisation import (
+    KINDS,
+    QuantisedKind,
+    QuantisedMatrix,
+    SelectedRows,
+    TurnedMatrix,
+    dense,
+    dequantise,
+    select_rows,
+)
 
 if TYPE_CHECKING:
     import torch
 
     Weight = torch.Tensor | QuantisedMatrix
-    Rows = Weight | TurnedMatrix
+    Rows = Weight | TurnedMatrix | SelectedRows
 
 _REMEDY = "make or download the file again"
 _FLOATS = (TensorType.F32, TensorType.F16, TensorType.BF16)
@@ -111,6 +120,19 @@ class GgufModel:
                 tensors[role] = fused.rows(first, end) if isinstance(fused, QuantisedMatrix) else fused[first:end]
                 first = end
         return tensors | {role: self.layer(layer, role) for role in roles if role not in tensors}
+
+    def attention_rows(self, layer: int) -> "dict[str, Rows]":
+        """The same with rows that are to be exchanged described in place of copied."""
+        if self.shape.family == "falcon":
+            return dict(self.attention(layer))
+        tensors: dict[str, Rows] = {}
+        for role in self.shape.attention_shapes():
+            order = interleaved_rows(self.shape, role) if role.endswith(".weight") else None
+            if order is None:
+                tensors[role] = self.layer(layer, role)
+            else:
+                tensors[role] = select_rows(self._read(self._name(layer, role)), order.argsort())
+        return tensors
 
     def layer(self, layer: int, role: str) -> "Weight":
         """One tensor of *layer* that is stored under a name of its own, rows and columns as in a checkpoint.
@@ -194,6 +216,10 @@ class GgufModel:
         from .gguf_tokenizer import load_tokenizer
 
         return load_tokenizer(self.file, str(self.path))
+
+    def drop_pages(self) -> None:
+        """Take all that was read out of this process's memory; what was handed out is read from the file again."""
+        self.file.drop_pages()
 
     def _name(self, layer: int, role: str) -> str:
         return layer_name(self.shape, self.magic, layer, role)

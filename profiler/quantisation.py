@@ -83,6 +83,36 @@ class TurnedMatrix:
         return self.dequantise(torch.float32)[order]
 
 
+@dataclass(frozen=True, eq=False)
+class SelectedRows:
+    """Rows *order* (int64 [rows]) of ``stored``, whose rows have no gaps; nothing is copied yet."""
+
+    stored: "torch.Tensor | QuantisedMatrix"
+    order: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return len(self.order), self.stored.shape[1]
+
+    def copied(self) -> "torch.Tensor | QuantisedMatrix":
+        """The rows in memory of their own."""
+        return self.stored.select(self.order) if isinstance(self.stored, QuantisedMatrix) else self.stored[self.order]
+
+
+def select_rows(
+    matrix: "torch.Tensor | QuantisedMatrix | TurnedMatrix", order: np.ndarray
+) -> "torch.Tensor | SelectedRows":
+    """Rows *order* (int64 [rows]) of *matrix*: described where its rows can be read one by one, else copied."""
+    import torch
+
+    if isinstance(matrix, QuantisedMatrix) or (isinstance(matrix, torch.Tensor) and matrix.stride(1) == 1):
+        return SelectedRows(matrix, order)
+    return matrix[torch.from_numpy(order)]
+
+
 def not_finite() -> GgufError:
     """What a matrix is refused with that has an infinity or a NaN."""
     return GgufError("a weight is not finite and cannot be quantised: use an undamaged model")

@@ -15,11 +15,13 @@ names for what lies beside it, ``activation/`` and ``<file>.generated.gpuidx``.
 """
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import cast
 
-from .checkpoint import Checkpoint, expand, locate
+from .checkpoint import Checkpoint, expand, locate, weight_files
 from .errors import CheckpointError, FingerprintMismatchError, UnsupportedModelError, WorkspaceError
 from .json_file import read_json, require_format, write_json
 from .model_families import ModelShape
@@ -49,6 +51,11 @@ class Workspace:
     @property
     def is_file(self) -> bool:
         return is_model_file(self.path)
+
+    @cached_property
+    def model_file(self) -> GgufModel:
+        """The model file, opened once for all who ask; raises ``GgufError``."""
+        return GgufModel(self.path)
 
     @property
     def model_json(self) -> Path:
@@ -100,7 +107,7 @@ def read_model(workspace: Workspace) -> ModelRecord:
     A model file describes itself; raises ``GgufError`` when it is damaged.
     """
     if workspace.is_file:
-        return describe(str(workspace.path), None, GgufModel(workspace.path))
+        return describe(str(workspace.path), None, workspace.model_file)
     if not workspace.path.is_dir():
         raise WorkspaceError(f"{str(workspace.path)!r} is not a workspace directory: {_REMEDY}")
     content = read_json(workspace.model_json, WorkspaceError, _REMEDY)
@@ -137,21 +144,36 @@ def refuse_other_model(workspace: Workspace, record: ModelRecord) -> None:
         )
 
 
-def open_weights(model: str, revision: str | None, activation: str | None = None) -> Checkpoint:
+def open_weights(
+    model: str,
+    revision: str | None,
+    activation: str | None = None,
+    before: Callable[[list[Path]], object] = lambda _: None,
+) -> Checkpoint:
     """The weights of a model directory, hub id or model file.
 
-    *activation* is that of a model file that does not state its own. A :class:`GgufModel` answers what a checkpoint
+    *activation* is that of a model file that does not state its own, *before* is called with the files that are about to be
+    read. A :class:`GgufModel` answers what a checkpoint
     does, and to code that knows quantised matrices it hands those.
     """
     if is_model_file(model):
+        before([expand(model)])
         opened = GgufModel(expand(model), activation)
         opened.announce_dequantised()
         return cast(Checkpoint, opened)
-    return Checkpoint(locate(model, revision))
+    directory = locate(model, revision)
+    before(weight_files(directory))
+    return Checkpoint(directory)
 
 
-def open_checkpoint(workspace: Workspace, record: ModelRecord, model: str | None) -> Checkpoint:
-    """The weights the workspace was made from, found where ``model.json`` says or at *model*.
+def open_checkpoint(
+    workspace: Workspace,
+    record: ModelRecord,
+    model: str | None,
+    before: Callable[[list[Path]], object] = lambda _: None,
+) -> Checkpoint:
+    """The weights the workspace was made from, found where ``model.json`` says or at *model*; calls *before* with their
+    files when they are about to be read.
 
     Raises ``CheckpointError`` when they are gone and ``FingerprintMismatchError`` when they are others.
     """
@@ -159,7 +181,13 @@ def open_checkpoint(workspace: Workspace, record: ModelRecord, model: str | None
         raise CheckpointError(
             f"the weights of {str(workspace.path)!r} are no longer at {record.model!r}: say where they are with --model"
         )
-    checkpoint = open_weights(model or record.model, None if model else record.revision, record.shape.full_activation)
+    if workspace.is_file and not model:
+        workspace.model_file.announce_dequantised()
+        before(workspace.model_file.files)
+        return cast(Checkpoint, workspace.model_file)
+    checkpoint = open_weights(
+        model or record.model, None if model else record.revision, record.shape.full_activation, before
+    )
     if checkpoint.shape != record.shape or checkpoint.fingerprint() != record.fingerprint:
         raise FingerprintMismatchError(
             f"the weights in {str(checkpoint.directory)!r} are not those {str(workspace.path)!r} was made from: give "

@@ -92,8 +92,7 @@ def open_engine(workspace: Workspace, options: EngineOptions) -> Engine:
     predictors, mode = choose_mode(workspace, record, options.mode)
     index = find_placement(workspace, record, options.placement)
     hot, cold = resolve_device("cpu" if options.cpu_only else options.device), torch.device("cpu")
-    checkpoint = open_checkpoint(workspace, record, options.model)
-    read_ahead(checkpoint.files)
+    checkpoint = open_checkpoint(workspace, record, options.model, read_ahead)
     kind, context = choose_kind(options.dtype, index, hot, checkpoint), _context(shape, options.context, index)
     widths = [len(fc1) for fc1 in predictors.fc1] if predictors else None
     units = unit_bytes(shape, kind, context, options.slots, widths)
@@ -145,7 +144,7 @@ def choose_mode(workspace: Workspace, record: ModelRecord, wanted: Mode | None) 
                 f"the model's activation is {activation!r}, so no neuron falls silent that --mode {wanted} could skip: use "
                 "--mode dense, or a ReLU version of the model"
             )
-        assumed = workspace.is_file and not GgufModel(workspace.path).states_activation
+        assumed = workspace.is_file and not workspace.model_file.states_activation
         note(
             f"the model's activation is {activation}{', which its file leaves unsaid' if assumed else ''}, so no neuron "
             "falls silent or can be skipped: running in mode dense"
@@ -162,7 +161,7 @@ def choose_mode(workspace: Workspace, record: ModelRecord, wanted: Mode | None) 
     mode: Mode = wanted or ("predicted" if present else "exact")
     if mode != "predicted":
         return None, mode
-    if workspace.is_file and (inside := predictors_of(GgufModel(workspace.path))):
+    if workspace.is_file and (inside := predictors_of(workspace.model_file)):
         return inside, mode
     shape = record.shape
     return predictor_file.read(workspace.predictor, shape.hidden_size, shape.ffn_sizes, record.fingerprint), mode
@@ -170,7 +169,7 @@ def choose_mode(workspace: Workspace, record: ModelRecord, wanted: Mode | None) 
 
 def has_predictors(workspace: Workspace) -> bool:
     """Whether there are predictors, in a model file or beside the counts; reads none of them."""
-    inside = workspace.is_file and GgufModel(workspace.path).num_predictors > 0
+    inside = workspace.is_file and workspace.model_file.num_predictors > 0
     return inside or workspace.predictor.exists()
 
 

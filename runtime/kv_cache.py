@@ -1,5 +1,7 @@
 """Keys and values of the tokens seen so far, preallocated: one slot per sequence, room for a fixed context."""
 
+import math
+import mmap
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -26,6 +28,16 @@ def consecutive(slots: "torch.Tensor") -> int | None:
     return start if slots.tolist() == list(range(start, start + len(slots))) else None
 
 
+def _zeros(size: tuple[int, ...], dtype: "torch.dtype", device: "torch.device") -> "torch.Tensor":
+    """Zeros; on a CPU of memory that the system fills when it is first used, which a cache rarely is to its end."""
+    import torch
+
+    if device.type != "cpu":
+        return torch.zeros(size, dtype=dtype, device=device)
+    memory = mmap.mmap(-1, math.prod(size) * dtype.itemsize, access=mmap.ACCESS_COPY)
+    return torch.frombuffer(memory, dtype=dtype).view(size)
+
+
 @dataclass(frozen=True)
 class KeyValueCache:
     """``keys`` and ``values`` per layer: [slots, kv_heads, context, head_dim] on the layer's attention device."""
@@ -38,10 +50,8 @@ class KeyValueCache:
     def allocate(
         cls, shape: ModelShape, devices: "Sequence[torch.device]", slots: int, context: int, dtype: "torch.dtype"
     ) -> "KeyValueCache":
-        import torch
-
         size = (slots, shape.num_kv_heads, context, shape.head_dim)
-        keys, values = (tuple(torch.zeros(size, dtype=dtype, device=device) for device in devices) for _ in range(2))
+        keys, values = (tuple(_zeros(size, dtype, device) for device in devices) for _ in range(2))
         return cls(keys, values, context)
 
     def store(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from pi_toolkit.predictor_training.predictor_file import PredictorSet
 from pi_toolkit.profiler.checkpoint import Checkpoint
-from pi_toolkit.profiler.quantisation import QuantisedMatrix, TurnedMatrix
+from pi_toolkit.profiler.quantisation import QuantisedKind, QuantisedMatrix, SelectedRows, TurnedMatrix, select_rows
 
 from .gpu_memory import allocating
 from .kernels.native import multiply
@@ -22,7 +22,7 @@ from .tier_plan import TierPlan
 if TYPE_CHECKING:
     import torch
 
-    Rows = torch.Tensor | QuantisedMatrix | TurnedMatrix
+    Rows = torch.Tensor | QuantisedMatrix | TurnedMatrix | SelectedRows
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,6 +104,7 @@ def load_weights(
     layers = []
     for layer in range(shape.num_layers):
         layers.append(loader.layer(layer))
+        checkpoint.drop_pages()
         advance(1)
     with allocating("the output head"):
         head = embedding if tied else loader.precise(checkpoint.shared("head.weight"), head_device)
@@ -130,8 +131,9 @@ class _Loader:
 
     def matrix(self, source: "Rows", device: "torch.device") -> PackedMatrix:
         """*source* as a matrix of its own; blocks stay of their type in a model of blocks, whichever the others have."""
-        if isinstance(source, QuantisedMatrix) and self.kind in ("q8_0", "q4_0"):
-            return pack(source, source.kind, device)
+        blocks = _block_kind(source)
+        if blocks and self.kind in ("q8_0", "q4_0"):
+            return pack(source, blocks, device)
         return pack(source, self.kind, device)
 
     def precise(self, source: "Rows", device: "torch.device") -> PackedMatrix:
@@ -140,8 +142,8 @@ class _Loader:
         With a head of four bits the perplexity of a file by PowerInfer moves by 1.8 %, with predictors of four bits that of
         the ReGLU demo model by 3 %, because they name other neurons; with eight bits by 0.1 %.
         """
-        plain = not isinstance(source, QuantisedMatrix)
-        return pack(source, "q8_0", device) if plain and self.kind == "q4_0" else self.matrix(source, device)
+        plain_in_q4_0 = self.kind == "q4_0" and not _block_kind(source)
+        return pack(source, "q8_0", device) if plain_in_q4_0 else self.matrix(source, device)
 
     def norm(self, tensor: "Callable[[str], torch.Tensor]", role: str, device: "torch.device") -> Norm:
         shape = self.checkpoint.shape
@@ -156,7 +158,7 @@ class _Loader:
         import torch
 
         device = self.plan.attention_device(layer)
-        attention = self.checkpoint.attention(layer)
+        attention = self.checkpoint.attention_rows(layer)
         maps = [attention[f"{role}.weight"] for role in ("query", "key", "value")]
         biases = [attention[f"{role}.bias"] for role in ("query", "key", "value") if f"{role}.bias" in attention]
         ffn_norm = None
@@ -173,7 +175,7 @@ class _Loader:
             ffn=self._ffn(layer, device),
         )
 
-    def _stacked(self, maps: "list[torch.Tensor]", device: "torch.device") -> PackedMatrix:
+    def _stacked(self, maps: "list[Rows]", device: "torch.device") -> PackedMatrix:
         """The rows of several matrices, one below the other."""
         rows, columns = sum(len(part) for part in maps), maps[0].shape[1]
         data = allocate(rows, row_bytes(self.kind, columns), device)
@@ -190,9 +192,9 @@ class _Loader:
         places = [(where, torch.from_numpy(ids)) for where, ids in self.plan.tiers(layer, shape.ffn_sizes[layer])]
         predictor = None
         if self.predictors:
-            order = torch.cat([ids for _, ids in places])
+            order = torch.cat([ids for _, ids in places]).numpy()
             where = self.plan.predictor_device(layer)
-            fc1, fc2 = self.predictors.fc1[layer], self.predictors.fc2[layer][order]
+            fc1, fc2 = self.predictors.fc1[layer], select_rows(self.predictors.fc2[layer], order)
             with allocating(f"the predictor of layer {layer}"):
                 matrices = self.precise(fc1, where), self.precise(fc2, where)
             predictor = PlacedPredictor(*matrices, self.predictors.threshold)
@@ -216,7 +218,7 @@ class _Loader:
             source = checkpoint.neuron_rows(layer, role)
             if len(ids) == shape.ffn_sizes[layer]:  # all of them, in order
                 return source
-            return source[ids]
+            return select_rows(source, ids.numpy())
 
         up_bias = _vector(checkpoint.layer(layer, "up.bias")[ids], device) if shape.ffn_bias else None
         if not shape.gated:
@@ -233,6 +235,12 @@ class _Loader:
             activation=activation,
             activation_threshold=shape.activation_threshold,
         )
+
+
+def _block_kind(source: "Rows") -> "QuantisedKind | None":
+    """The type of the blocks that *source* is stored as, in rows; None for floating point and what has to become it."""
+    stored = source.stored if isinstance(source, SelectedRows) else source
+    return stored.kind if isinstance(stored, QuantisedMatrix) else None
 
 
 def _vector(tensor: "torch.Tensor", device: "torch.device") -> "torch.Tensor":

@@ -1,11 +1,12 @@
 """Weights become packed rows natively, byte for byte what torch and the ``gguf`` package's quantiser make of them."""
 
+import numpy as np
 import pytest
 import torch
 
 from pi_toolkit.profiler.errors import GgufError
 from pi_toolkit.profiler.gguf_types import TensorType
-from pi_toolkit.profiler.quantisation import QuantisedMatrix, TurnedMatrix, quantise
+from pi_toolkit.profiler.quantisation import QuantisedMatrix, SelectedRows, TurnedMatrix, quantise, select_rows
 from pi_toolkit.runtime.kernels.packed_matrix import (
     KINDS,
     Kind,
@@ -29,6 +30,7 @@ FORMS = [
     "with gaps",
 ]
 FORMS += ["q8_0", "q4_0", "turned q8_0", "turned q4_0"]
+FORMS += [f"selected {form}" for form in ("float16", "q8_0", "q4_0", "turned float16", "turned q8_0")]
 
 
 def values(rows: int, columns: int) -> torch.Tensor:
@@ -40,12 +42,15 @@ def values(rows: int, columns: int) -> torch.Tensor:
     return matrix
 
 
-def stored(form: str, matrix: torch.Tensor) -> "torch.Tensor | QuantisedMatrix | TurnedMatrix":
+def stored(form: str, matrix: torch.Tensor) -> "torch.Tensor | QuantisedMatrix | TurnedMatrix | SelectedRows":
     if form == "with gaps":
         return torch.stack([matrix, matrix], dim=2)[:, :, 0]
+    if form.startswith("selected"):
+        backwards = np.arange(len(matrix))[::-1].copy()
+        return select_rows(stored(form.removeprefix("selected "), matrix), backwards)  # type: ignore[arg-type]
     if form.startswith("turned"):
         turned = stored(form.removeprefix("turned "), matrix.T.contiguous())
-        return turned.T
+        return turned.T  # type: ignore[union-attr]
     if form in ("q8_0", "q4_0"):
         return QuantisedMatrix(form, tuple(matrix.shape), quantise(matrix, TensorType[form.upper()]))  # type: ignore[arg-type]
     return matrix.to(getattr(torch, form))
@@ -58,7 +63,8 @@ def stored(form: str, matrix: torch.Tensor) -> "torch.Tensor | QuantisedMatrix |
 def test_native_packing_makes_the_bytes_of_the_plain_one(
     monkeypatch: pytest.MonkeyPatch, isa: str, kind: Kind, form: str, rows: int, columns: int
 ) -> None:
-    """A quantiser that rounds differently, a tile lost or repeated where a matrix is turned, padding left as it was."""
+    """A quantiser that rounds differently, a tile lost or repeated where a matrix is turned, rows in
+    another order, padding left as it was."""
     monkeypatch.setenv("PI_CPU_ISA", isa)
     source = stored(form, values(rows, columns))
     wanted = PackedMatrix(kind, columns, allocate(rows, row_bytes(kind, columns), CPU))

@@ -8,9 +8,11 @@ from pi_toolkit.runtime import read_ahead as module
 from pi_toolkit.runtime.read_ahead import read_ahead
 
 
-def test_files_are_read_to_their_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("sends", [True, False])
+def test_files_are_read_to_their_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sends: bool) -> None:
     """A thread that never ends; an error in place of the sentence of whoever opens the file."""
-    monkeypatch.setattr(module, "PIECE_BYTES", 7)
+    monkeypatch.setattr(module, "SENT_BYTES" if sends else "PIECE_BYTES", 7)
+    monkeypatch.setattr(module, "_send_nowhere", module._send_nowhere if sends else lambda _: False)
     file = tmp_path / "a"
     file.write_bytes(bytes(100))
     thread = read_ahead([file, file])

@@ -47,9 +47,10 @@ class Kernels {
         ffn_.run(pool_, *kernels_, neurons, pi::Mode(mode), pointer<const float>(x), candidates, pointer<float>(y));
     }
 
-    bool pack_weights(int stored_type, uintptr_t data, int64_t stored_stride_bytes, bool turned, int64_t rows, int64_t columns,
-                      int type, uintptr_t packed, int64_t stride_bytes) {
-        const pi::StoredMatrix stored = {pi::WeightType(stored_type), pointer<const uint8_t>(data), stored_stride_bytes, turned};
+    bool pack_weights(int stored_type, uintptr_t data, int64_t stored_stride_bytes, bool turned, uintptr_t order, int64_t rows,
+                      int64_t columns, int type, uintptr_t packed, int64_t stride_bytes) {
+        const pi::StoredMatrix stored = {pi::WeightType(stored_type), pointer<const uint8_t>(data), stored_stride_bytes, turned,
+                                         pointer<const int64_t>(order)};
         return pi::pack_weights(pool_, *kernels_, stored, rows, columns, pi::WeightType(type), pointer<uint8_t>(packed),
                                 stride_bytes);
     }

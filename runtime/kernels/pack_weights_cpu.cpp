@@ -63,7 +63,7 @@ void dequantise(WeightType type, const uint8_t* block, int64_t count, float* val
 
 // Values first..first+count-1 of one stored row; for block types both are multiples of BLOCK.
 void read_values(const RowKernels& kernels, const StoredMatrix& stored, int64_t row, int64_t first, int64_t count, float* values) {
-    const uint8_t* data = stored.data + row * stored.stride_bytes;
+    const uint8_t* data = stored.row(row);
     if (is_block_type(stored.type))
         dequantise(stored.type, data + first / BLOCK * block_bytes(stored.type), count, values);
     else
@@ -113,12 +113,11 @@ bool pack_weights(ThreadPool& pool, const RowKernels& kernels, const StoredMatri
         const int64_t begin = chunk * ROWS, count = std::min(ROWS, rows - begin);
         uint8_t* out = packed + begin * stride_bytes;
         if (as_it_is) {
-            const uint8_t* row = stored.data + begin * stored.stride_bytes;
-            for (int64_t r = 0; r < count; ++r, row += stored.stride_bytes, out += stride_bytes)
+            for (int64_t r = begin; r < begin + count; ++r, out += stride_bytes)
                 if (is_block_type(type))
-                    pack_blocks(type, row, columns, out);
+                    pack_blocks(type, stored.row(r), columns, out);
                 else
-                    std::memcpy(out, row, columns * value_bytes(type));
+                    std::memcpy(out, stored.row(r), columns * value_bytes(type));
             return;
         }
         thread_local std::vector<float> tile;

@@ -13,6 +13,9 @@ struct StoredMatrix {
     const uint8_t* data;
     int64_t stride_bytes;  // from one stored row to the next
     bool turned;           // stored row k holds column k of what is wanted
+    const int64_t* order;  // which stored row each wanted row is, or null where they are the same; not with turned ones
+
+    const uint8_t* row(int64_t r) const { return data + (order ? order[r] : r) * stride_bytes; }
 };
 
 // Writes `rows` packed rows of `columns` values as `type`, stride_bytes apart, padding included. Floating point becomes

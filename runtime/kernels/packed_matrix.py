@@ -20,6 +20,7 @@ from pi_toolkit.profiler.gguf_types import TensorType, tensor_bytes
 from pi_toolkit.profiler.quantisation import (
     QuantisedKind,
     QuantisedMatrix,
+    SelectedRows,
     TurnedMatrix,
     dense,
     not_finite,
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    Rows = torch.Tensor | QuantisedMatrix | TurnedMatrix
+    Rows = torch.Tensor | QuantisedMatrix | TurnedMatrix | SelectedRows
 
 Kind = Literal["float32", "bfloat16", "float16", "q8_0", "q4_0"]
 KINDS: tuple[Kind, ...] = ("float32", "bfloat16", "float16", "q8_0", "q4_0")  # in the order of row_kernels.h
@@ -173,7 +174,8 @@ def fill(target: "torch.Tensor", kind: Kind, source: "Rows") -> PackedMatrix:
     if kind == "q8_0" or kind == "q4_0":
         tensor_bytes((columns,), TensorType[kind.upper()])
     stored = _Stored.of(source)
-    where = (stored.data.data_ptr(), stored.data.stride(0) * stored.data.itemsize, stored.turned)
+    order = 0 if stored.order is None else stored.order.ctypes.data
+    where = (stored.data.data_ptr(), stored.data.stride(0) * stored.data.itemsize, stored.turned, order)
     if not native.pack_weights(
         KINDS.index(stored.kind), *where, rows, columns, KINDS.index(kind), target.data_ptr(), target.stride(0)
     ):
@@ -185,7 +187,9 @@ def fill_plainly(packed: PackedMatrix, source: "Rows") -> None:
     """:func:`fill` in torch, tile by tile."""
     import torch
 
-    values = source.dequantise(torch.float32) if isinstance(source, TurnedMatrix) else source
+    values = source.copied() if isinstance(source, SelectedRows) else source
+    if isinstance(values, TurnedMatrix):
+        values = values.dequantise(torch.float32)
     for first, end in row_tiles(packed.rows, packed.columns):
         tile = values.rows(first, end) if isinstance(values, QuantisedMatrix) else values[first:end]
         if packed.kind == "q8_0" or packed.kind == "q4_0":
@@ -196,15 +200,22 @@ def fill_plainly(packed: PackedMatrix, source: "Rows") -> None:
 
 @dataclass(frozen=True)
 class _Stored:
-    """A matrix in memory as the native kernels describe it: ``data`` [rows or, where it is turned, columns, …]."""
+    """A matrix in memory as the native kernels describe it: ``data`` [rows or, where it is turned, columns, …]; row r of what
+    is wanted is row ``order[r]`` (int64) of it, or row r."""
 
     kind: Kind
     data: "torch.Tensor"
     turned: bool
+    order: np.ndarray | None = None
 
     @classmethod
     def of(cls, source: "Rows") -> "_Stored":
         """A view of *source*, or a copy where its values have gaps between them or are of a type of their own."""
+        if isinstance(source, SelectedRows):
+            order = np.ascontiguousarray(source.order, np.int64)
+            assert not len(order) or 0 <= order.min() <= order.max() < len(source.stored), "no row beyond the matrix"
+            stored = cls.of(source.stored)
+            return cls(stored.kind, stored.data, False, order)
         if isinstance(source, TurnedMatrix):
             return cls(source.stored.kind, _bytes(source.stored.blocks), True)
         if isinstance(source, QuantisedMatrix):

@@ -147,7 +147,9 @@ void check_packing(const RowKernels& kernels, WeightType from, WeightType to, in
             std::memcpy(row + i, &scale, 2);
         }
     }
-    const StoredMatrix stored = {from, bytes.data(), stride, turned};
+    std::vector<int64_t> backwards(rows);
+    for (int64_t r = 0; r < rows; ++r) backwards[r] = rows - 1 - r;
+    const StoredMatrix stored = {from, bytes.data(), stride, turned, turned ? nullptr : backwards.data()};
     const int64_t length = packed_row_bytes(to, columns);
     std::vector<uint8_t> one(rows * length, 1), many(rows * length, 2);
     ThreadPool alone(1), pool(3);
