@@ -8,6 +8,7 @@ is not practical). It does not depend on file format, sharding, tensor names' pr
 
 import hashlib
 import json
+import mmap
 import pickle
 import zipfile
 from pathlib import Path
@@ -21,6 +22,21 @@ if TYPE_CHECKING:
     import torch
 
 FINGERPRINT_SAMPLE_BYTES = 4096
+# Types of safetensors files; of weights in others than the first four _checked says what they are.
+_SAFETENSORS_TYPES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U8": "uint8",
+    "BOOL": "bool",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+}
 _FILE_PATTERNS = ("model*.safetensors", "pytorch_model*.bin")
 
 
@@ -90,7 +106,7 @@ class Checkpoint:
         self.directory = directory
         self.shape = read_shape(read_config(directory))
         self._family = FAMILIES[self.shape.family]
-        self._tensors = _open_weight_files(directory)
+        self._tensors, self._pages = _open_weight_files(directory)
 
     def shared(self, role: str) -> "torch.Tensor":
         """A tensor outside the layers; the tied output head is the embedding."""
@@ -114,7 +130,10 @@ class Checkpoint:
         return self.attention(layer)
 
     def drop_pages(self) -> None:
-        """Of a model file: what was read leaves the memory; here that is up to the system."""
+        """What was read of safetensors files leaves this process's memory; it stays in the page cache while there is room."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            for pages in self._pages:
+                pages.madvise(mmap.MADV_DONTNEED)
 
     def layer(self, layer: int, role: str) -> "torch.Tensor":
         """One tensor of *layer* that is stored under a name of its own."""
@@ -183,13 +202,20 @@ def _hash_tensor(digest: Any, role: str, tensor: "torch.Tensor") -> None:
         digest.update(data[start : start + length].numpy().tobytes())
 
 
-def _open_weight_files(directory: Path) -> "dict[str, torch.Tensor]":
+def _open_weight_files(directory: Path) -> "tuple[dict[str, torch.Tensor], list[mmap.mmap]]":
+    """All tensors by name, and the mappings of the safetensors files they are views of."""
     files = _require_weight_files(directory)
     tensors: dict[str, torch.Tensor] = {}
+    pages = []
     for file in files:
-        tensors |= _open_safetensors(file) if file.suffix == ".safetensors" else _open_bin(file)
+        if file.suffix == ".safetensors":
+            opened, mapped = _open_safetensors(file)
+            pages.append(mapped)
+        else:
+            opened = _open_bin(file)
+        tensors |= opened
     _check_index(directory, files[0].suffix, tensors)
-    return tensors
+    return tensors, pages
 
 
 def weight_files(directory: Path) -> list[Path]:
@@ -223,20 +249,40 @@ def _check_index(directory: Path, suffix: str, tensors: "dict[str, torch.Tensor]
             )
 
 
-def _open_safetensors(path: Path) -> "dict[str, torch.Tensor]":
+def _open_safetensors(path: Path) -> "tuple[dict[str, torch.Tensor], mmap.mmap]":
+    """Views of the mapped file, and the mapping. The library checks the file and names its tensors; pages of its own views
+    cannot be dropped, so that loading would take the memory of the model twice."""
     from safetensors import SafetensorError, safe_open
 
     try:
-        with path.open("rb"):  # safetensors hides why a file cannot be opened
-            pass
-        with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 – not a mapping
+        with path.open("rb") as file:  # safetensors hides why a file cannot be opened
+            with safe_open(path, framework="pt") as checked:
+                names = list(checked.keys())
+            header_bytes = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(header_bytes))
+            pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        return {name: _mapped(pages, header[name], 8 + header_bytes) for name in names}, pages
     except PermissionError:
         raise
-    except (SafetensorError, OSError) as error:
+    except KeyError as error:
+        raise CheckpointError(
+            f"{str(path)!r} holds tensors of a type that is not read ({error}): use an unquantised checkpoint"
+        ) from error
+    except (SafetensorError, OSError, ValueError) as error:
         raise CheckpointError(
             f"{str(path)!r} is not a complete safetensors file ({error}): download it again (a git-lfs pointer?)"
         ) from error
+
+
+def _mapped(pages: mmap.mmap, entry: dict[str, Any], data_offset: int) -> "torch.Tensor":
+    """The tensor of one entry of a header that the library found right."""
+    import torch
+
+    dtype, (first, end) = getattr(torch, _SAFETENSORS_TYPES[entry["dtype"]]), entry["data_offsets"]
+    if first == end:
+        return torch.empty(entry["shape"], dtype=dtype)
+    count = (end - first) // dtype.itemsize
+    return torch.frombuffer(pages, dtype=dtype, count=count, offset=data_offset + first).view(entry["shape"])
 
 
 def _open_bin(path: Path) -> "dict[str, torch.Tensor]":
