@@ -44,7 +44,12 @@ def _load(checkpoint: Checkpoint, dtype: "torch.dtype") -> Any:
         kind = getattr(transformers, options["config"].architectures[0])
     try:
         loaded: Any = kind.from_pretrained(
-            checkpoint.directory, dtype=dtype, local_files_only=True, output_loading_info=True, **options
+            checkpoint.directory,
+            dtype=dtype,
+            local_files_only=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+            **options,
         )
     except PermissionError:
         raise

@@ -44,7 +44,9 @@ def _read_config(checkpoint: Checkpoint) -> Any:
     import transformers
 
     try:
-        return transformers.AutoConfig.from_pretrained(checkpoint.directory, local_files_only=True)
+        return transformers.AutoConfig.from_pretrained(
+            checkpoint.directory, local_files_only=True, trust_remote_code=False
+        )
     except PermissionError:
         raise
     except Exception as error:  # its validators raise any type

@@ -27,9 +27,11 @@ def load_tokenizer(directory: "Path", vocabulary_size: int | None = None) -> Any
     if is_model_file(directory):
         return GgufModel(directory).tokenizer()
     from transformers import AutoTokenizer
+    from transformers.utils import logging
 
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    logging.set_verbosity_error()
+    try:  # without trust_remote_code=False the user would be asked, on stdout, whether to run the model's own code
+        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises OSError, ValueError, KeyError or the Rust tokenizer's own type
         raise CheckpointError(
             f"{str(directory)!r} has no usable tokenizer: download the model's tokenizer files into it"

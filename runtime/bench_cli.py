@@ -42,7 +42,10 @@ class ListType(click.ParamType):
     def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> tuple[Any, ...]:
         if isinstance(value, tuple):
             return value
-        parts = [self.element.convert(part.strip(), param, context) for part in value.split(",")]
+        texts = [part.strip() for part in value.split(",")]
+        if not all(texts):
+            self.fail(f"{value!r} has an empty part: write values separated by single commas", param, context)
+        parts = [self.element.convert(text, param, context) for text in texts]
         return tuple(dict.fromkeys(parts))
 
 

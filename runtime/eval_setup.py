@@ -133,7 +133,8 @@ def measure_text(
 
     ids = read_tokens(options.corpus, options.split == "all", engine.tokenizer, options.tokens)
     if len(ids) < options.tokens:
-        note(f"the {options.split} documents of the corpus end after {len(ids):,} of {options.tokens:,} tokens")
+        held_out = "held-out " if options.split == "held-out" else ""
+        note(f"the {held_out}documents of the corpus end after {len(ids):,} of {options.tokens:,} tokens")
     bos_id = bos_id_of(engine.tokenizer)
     windows = cut_windows(ids, WindowOptions(options.window, options.stride, options.score_from, options.bos), bos_id)
     generation = GenerationOptions(

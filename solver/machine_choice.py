@@ -46,7 +46,11 @@ def this_machine() -> Hardware:
     if not path.exists():
         note("measuring this machine, once: pi-bench --machine")
         measure_this_machine()
-    return read_hardware(str(path))
+    try:
+        return read_hardware(str(path))
+    except HardwareError as error:
+        fault = error.message.rpartition(":")[0]
+        raise HardwareError(f"{fault}: run pi-bench --machine to measure this machine again") from error
 
 
 def measure_this_machine() -> None:

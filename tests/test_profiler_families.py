@@ -13,6 +13,7 @@ from pi_toolkit.profiler.errors import UnsupportedModelError
 from pi_toolkit.profiler.hf_model import load_hf_model
 from pi_toolkit.profiler.model_families import FAMILIES, ModelShape, Rotary, read_shape
 from pi_toolkit.profiler.model_families.shape import parse_activation
+from pi_toolkit.profiler.token_windows import load_tokenizer
 from tiny_models import CONFIGS, PROSPARSE, PROSPARSE_THRESHOLD, make_model, save_family
 
 # Changes of a tiny config that a family serves, beside its usual layout.
@@ -139,6 +140,14 @@ def test_published_falcon_code_is_accepted_and_other_code_is_not(tmp_path: Path)
     assert checkpoint.shape == read_shape(config_of("falcon-7b"))
     assert type(load_hf_model(checkpoint, torch.device("cpu"), torch.float32)).__module__.startswith("transformers.")
     assert "auto_map" in refusal({**config, "auto_map": {**published, "AutoModel": "modeling_mine.Mine"}})
+
+
+def test_nobody_is_asked_to_run_a_models_own_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prevents a question on stdout, and a stranger's code that runs because the answer was "y"."""
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked"))
+    directory = save_family(tmp_path, PROSPARSE)
+    assert "auto_map" in read_config(directory)
+    assert load_tokenizer(directory)("text")["input_ids"]
 
 
 # What the published ProSparse models state beside sizes and neutral keys.

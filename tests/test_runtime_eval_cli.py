@@ -251,6 +251,7 @@ def test_lm_eval_is_not_installed(workspace: Workspace, refuses: Refuses, monkey
         ["--bos", "never"],
         ["--tokens", "many"],
         ["--prompt-tokens", 128],
+        ["--tasks", ","],
         ["--slots", 0],
         ["--slots", 10**20],
         ["--threads", 10**5],

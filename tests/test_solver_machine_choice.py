@@ -47,6 +47,18 @@ def test_this_machine_is_measured_once(
     assert "speeds are those of this machine, a GPU: give another with --hardware" in messages
 
 
+@pytest.mark.parametrize("content", ["", "format = 1", "format ="])
+def test_a_damaged_measurement_is_measured_again(content: str) -> None:
+    """Prevents being sent to mend a file that the user never wrote."""
+    file = this_machine.measured_hardware_file()
+    file.parent.mkdir(parents=True)
+    file.write_text(content)
+    with pytest.raises(
+        HardwareError, match=r"this-machine\.toml.*: run pi-bench --machine to measure this machine again$"
+    ):
+        resolve_hardware("auto", None)
+
+
 def test_a_machine_without_a_gpu_says_so(
     measures: Callable[[Hardware], list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
