@@ -82,7 +82,10 @@ class ProgressFile:
         return not self._seconds_between or time.monotonic() - self._saved_at >= wait
 
     def save(self, tensors: "dict[str, torch.Tensor]", position: dict[str, Any]) -> None:
-        """Replace what was saved; the tensors may lie on any device."""
+        """Replace what was saved; the tensors may lie on any device.
+
+        Raises ``ProgressError`` when another command took the file away while it was written.
+        """
         from safetensors.torch import save
 
         began = time.monotonic()
@@ -91,8 +94,14 @@ class ProgressFile:
             {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()},
             {"progress": json.dumps(about, allow_nan=False)},
         )
-        with atomic_file(self.path, is_output=False) as temporary:
-            temporary.write_bytes(content)
+        try:
+            with atomic_file(self.path, is_output=False) as temporary:
+                temporary.write_bytes(content)
+        except FileNotFoundError as error:
+            raise ProgressError(
+                f"{str(self.path)!r} is kept by another command at the same time: let that one end, or choose another "
+                "workspace with -o"
+            ) from error
         _keep(self.path)
         self._saved_at = time.monotonic()
         self._save_seconds = self._saved_at - began

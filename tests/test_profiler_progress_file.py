@@ -112,3 +112,10 @@ def test_a_killed_save_leaves_the_one_before(tmp_path: Path) -> None:
     found = ProgressFile(path, {}).read()
     assert found is not None and found.position["n"] >= 3
     assert (found.tensors["counts"] == found.position["n"]).all()
+
+
+def test_another_command_in_the_same_workspace_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prevents advice about permissions and full disks where two commands share one workspace."""
+    monkeypatch.setattr("pi_toolkit.profiler.atomic_write._sync", lambda path: path.unlink())
+    with pytest.raises(ProgressError, match=r"another command at the same time.*choose another workspace with -o"):
+        ProgressFile(tmp_path / "progress", {}).save({"counts": torch.zeros(1)}, {})
