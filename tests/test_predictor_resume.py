@@ -156,7 +156,7 @@ def test_interruption_that_comes_late_keeps_the_work(
     assert "the work done so far is in" in result.stderr and result.stderr.strip().endswith("with --resume")
     monkeypatch.setattr(adaptive_training, "train_layer", lambda *a: trained.append(train(*a)) or trained[-1])
     resumed = run(main, workspace, *options, "--resume")
-    assert resumed.exit_code == 0, resumed.stderr
+    assert resumed.exit_code == 0, (resumed.stderr, resumed.exception)
     assert len(trained) == 3, "the finished layer was trained again"
     assert not (workspace / "training-progress").exists()
 
