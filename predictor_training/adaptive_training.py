@@ -17,6 +17,7 @@ from .initial_weights import cut_map
 from .sample import SampleStore
 from .sizing import (
     ACCURACY,
+    AIM,
     WIDTH_MULTIPLE,
     LayerNeed,
     scale_from_sparsity,
@@ -149,7 +150,7 @@ def is_reached(target: Target, layers: Sequence[TrainedLayer], change: float) ->
         return all(layer.calibration.accuracy >= ACCURACY for layer in layers)
     firings = sum(layer.calibration.firings for layer in layers)
     candidates = sum(layer.calibration.candidates for layer in layers)
-    return abs(change) <= SAFETY * target.perplexity and candidates <= target.candidates * firings
+    return abs(change) <= SAFETY * target.perplexity and candidates <= AIM * target.candidates * firings
 
 
 def _name(widths: tuple[int, ...], recall: float) -> str:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 # Documents that nothing was fitted to lose a little more firings than those that chose the threshold: 2.0 to 2.2 instead of
 # 2 % in the layers of the demo models; so only this share of the misses is allowed there.
-CALIBRATION_MISSES = 0.85
+CALIBRATION_MISSES = 0.87
 PERPLEXITY_TOKENS = 20_000  # of the calibration and of the held-out documents
 
 
