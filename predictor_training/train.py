@@ -30,7 +30,8 @@ MOST_BALANCE = 2.0**8  # between rows of fc1, so that they stay in F16
 # Of a firing in the loss. With the square root alone, 1.25 in layer 0 of the ReGLU demo model, the threshold for a recall
 # of 0.98 can fall to LEAST_THRESHOLD, and scores have to be lifted after training (1.37 candidates a firing; 1.31 with 7.5).
 LEAST_WEIGHT, MOST_WEIGHT = 8.0, 30.0
-IMPACT_STRENGTH = 0.5  # its power in the loss; with 1, candidates at equal recall are 0.3 % more in the ReGLU demo model
+# Power of the impact; with 1, candidates at equal recall are 0.3 % more in the ReGLU demo model.
+IMPACT_STRENGTH = 0.5
 MOST_IMPACT = 8.0  # of a neuron on the loss, times the mean
 SCORING_SAMPLES = 4096  # of the calibration documents, after each epoch
 MOST_CANDIDATES = 2.0  # per firing of one layer while epochs are compared
