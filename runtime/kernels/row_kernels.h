@@ -30,6 +30,10 @@ struct Input {
 // random run at the speed of sequential ones only this way.
 using Dot = float (*)(const uint8_t* row, const Input& x, int64_t columns, const uint8_t* next);
 using Axpy = void (*)(float* y, float a, const uint8_t* row, int64_t columns, const uint8_t* next);
+// Both for two rows at once, which reads the vector once for both; F32, BF16 and F16. Where dots[i] is that of rows[i], and
+// y[i] += a[0] * rows[0][i] + a[1] * rows[1][i].
+using DotTwo = void (*)(const uint8_t* const rows[2], const float* x, int64_t columns, const uint8_t* const next[2], float dots[2]);
+using AxpyTwo = void (*)(float* y, const float a[2], const uint8_t* const rows[2], int64_t columns, const uint8_t* const next[2]);
 using Store = void (*)(const float* x, int64_t columns, uint8_t* row);  // F32, BF16 and F16, rounded to nearest
 using Quantise = void (*)(const float* x, int64_t columns, int8_t* quants, float* scales, float* offsets);
 
@@ -50,6 +54,8 @@ struct RowKernels {
     const char* name;
     Dot dot[WEIGHT_TYPES];
     Axpy axpy[WEIGHT_TYPES];
+    DotTwo dot_two[3];  // null where two rows are no faster than one after the other
+    AxpyTwo axpy_two[3];
     Store store[3];
     Quantise quantise;
     Encode encode[2];  // Q8_0 and Q4_0

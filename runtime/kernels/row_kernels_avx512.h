@@ -52,6 +52,42 @@ void axpy_float(float* y, float a, const uint8_t* row, int64_t columns, const ui
     for (; i < columns; ++i) y[i] += a * load_scalar<type>(row, i);
 }
 
+template <WeightType type>
+void dot_two(const uint8_t* const rows[2], const float* x, int64_t columns, const uint8_t* const next[2], float dots[2]) {
+    constexpr int64_t bytes = type == WeightType::F32 ? 4 : 2;
+    __m512 sums[2][2] = {{_mm512_setzero_ps(), _mm512_setzero_ps()}, {_mm512_setzero_ps(), _mm512_setzero_ps()}};
+    int64_t i = 0;
+    for (; i + 32 <= columns; i += 32) {
+        for (int r = 0; r < 2; ++r)
+            for (int64_t line = 0; line < bytes / 2; ++line) fetch(next[r] + bytes * i + LINE * line);
+        for (int k = 0; k < 2; ++k) {
+            const __m512 values = _mm512_loadu_ps(x + i + 16 * k);
+            for (int r = 0; r < 2; ++r) sums[r][k] = _mm512_fmadd_ps(load16<type>(rows[r], i + 16 * k), values, sums[r][k]);
+        }
+    }
+    for (int r = 0; r < 2; ++r) dots[r] = _mm512_reduce_add_ps(_mm512_add_ps(sums[r][0], sums[r][1]));
+    for (; i < columns; ++i)
+        for (int r = 0; r < 2; ++r) dots[r] += load_scalar<type>(rows[r], i) * x[i];
+}
+
+template <WeightType type>
+void axpy_two(float* y, const float a[2], const uint8_t* const rows[2], int64_t columns, const uint8_t* const next[2]) {
+    constexpr int64_t bytes = type == WeightType::F32 ? 4 : 2;
+    const __m512 factors[2] = {_mm512_set1_ps(a[0]), _mm512_set1_ps(a[1])};
+    int64_t i = 0;
+    for (; i + 32 <= columns; i += 32) {
+        for (int r = 0; r < 2; ++r)
+            for (int64_t line = 0; line < bytes / 2; ++line) fetch(next[r] + bytes * i + LINE * line);
+        for (int k = 0; k < 2; ++k) {
+            float* at = y + i + 16 * k;
+            __m512 sum = _mm512_loadu_ps(at);
+            for (int r = 0; r < 2; ++r) sum = _mm512_fmadd_ps(factors[r], load16<type>(rows[r], i + 16 * k), sum);
+            _mm512_storeu_ps(at, sum);
+        }
+    }
+    for (; i < columns; ++i) y[i] += a[0] * load_scalar<type>(rows[0], i) + a[1] * load_scalar<type>(rows[1], i);
+}
+
 // Lanes 0-7 get lane `first` of v, lanes 8-15 the one after it.
 inline __m512 spread_two(__m512 v, int first) {
     const __m512i pattern = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1);
@@ -188,6 +224,8 @@ const RowKernels PI_KERNELS = {
     {dot_float<WeightType::F32>, dot_float<WeightType::BF16>, dot_float<WeightType::F16>, dot_blocks<WeightType::Q8_0>,
      dot_blocks<WeightType::Q4_0>},
     {axpy_float<WeightType::F32>, axpy_float<WeightType::BF16>, axpy_float<WeightType::F16>, axpy_q8, axpy_q4},
+    {dot_two<WeightType::F32>, dot_two<WeightType::BF16>, dot_two<WeightType::F16>},
+    {axpy_two<WeightType::F32>, axpy_two<WeightType::BF16>, axpy_two<WeightType::F16>},
     {store_row<WeightType::F32>, store_row<WeightType::BF16>, store_half},
     quantise_blocks,
     {encode_group<WeightType::Q8_0>, encode_group<WeightType::Q4_0>},

@@ -74,6 +74,8 @@ const RowKernels PORTABLE_ROW_KERNELS = {
     "portable",
     {dot_float<WeightType::F32>, dot_float<WeightType::BF16>, dot_float<WeightType::F16>, dot_q8, dot_q4},
     {axpy_float<WeightType::F32>, axpy_float<WeightType::BF16>, axpy_float<WeightType::F16>, axpy_q8, axpy_q4},
+    {},
+    {},
     {store_row<WeightType::F32>, store_row<WeightType::BF16>, store_row<WeightType::F16>},
     quantise_blocks,
     {encode_group<WeightType::Q8_0>, encode_group<WeightType::Q4_0>},

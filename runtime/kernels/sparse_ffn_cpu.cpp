@@ -78,6 +78,27 @@ int64_t keep_firing_ups(const RowKernels& kernels, const Neurons& neurons, const
     return firing;
 }
 
+// Up and down rows of gated neurons that fire, two neurons at a time; returns how many of them are done.
+int64_t add_firing_in_pairs(const RowKernels& kernels, const Neurons& neurons, const Input& x, const Chunk& chunk, int64_t firing) {
+    const DotTwo dot = kernels.dot_two[int(neurons.up.type)];
+    const AxpyTwo axpy = kernels.axpy_two[int(neurons.down.type)];
+    int64_t k = 0;
+    for (; k + 2 <= firing; k += 2) {
+        const uint8_t *ups[2], *downs[2], *following[2];
+        for (int r = 0; r < 2; ++r) {
+            const int64_t j = chunk.begin + chunk.active[k + r];
+            ups[r] = neurons.up.row(j);
+            downs[r] = neurons.down.row(j);
+            following[r] = neurons.up.row(chunk.begin + chunk.active[std::min(k + 2 + r, firing - 1)]);
+        }
+        float h[2];
+        dot(ups, x.values, neurons.hidden(), downs, h);
+        for (int r = 0; r < 2; ++r) h[r] *= chunk.activations[k + r];
+        axpy(chunk.sums, h, downs, neurons.hidden(), following);
+    }
+    return k;
+}
+
 // Up and down rows of the neurons that fire, which are listed in chunk.active with their z in chunk.activations. Which dReLU
 // neurons fire is known only after their up products: those are computed first, so that no other's down row is fetched.
 void add_firing(const RowKernels& kernels, const Neurons& neurons, const Input& x, const Chunk& chunk, int64_t firing) {
@@ -90,7 +111,8 @@ void add_firing(const RowKernels& kernels, const Neurons& neurons, const Input& 
         if (gated) fetch_row(neurons.up.row(j), bytes);
         fetch_row(neurons.down.row(j), bytes);
     }
-    for (int64_t k = 0; k < firing; ++k) {
+    const bool pairs = gated && !is_block_type(neurons.up.type) && kernels.dot_two[int(neurons.up.type)];
+    for (int64_t k = pairs ? add_firing_in_pairs(kernels, neurons, x, chunk, firing) : 0; k < firing; ++k) {
         const int64_t j = chunk.begin + chunk.active[k], following = chunk.begin + chunk.active[std::min(k + ahead, firing - 1)];
         float h = chunk.activations[k];
         if (gated) h *= product(kernels, neurons.up, x, j, neurons.up.row(following));
