@@ -3,6 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 SOURCES := $(shell find profiler predictor_training solver runtime -type f \
 	\( -name '*.py' -o -name '*.toml' -o -name '*.cpp' -o -name '*.h' -o -name py.typed \))
+TEST_PROCESSES ?= auto
 MODEL ?= tests/models/relu-llama-5m
 
 .PHONY: demo test lint types gpu-wheels gpu-check clean
@@ -10,8 +11,9 @@ MODEL ?= tests/models/relu-llama-5m
 demo: .venv/installed
 	$(BIN)/python -m pi_toolkit.runtime.demo $(MODEL) --workspace demo/$(notdir $(MODEL))-pi
 
+# A process per core, each with one thread: torch's threads spin, and would keep one another from the cores.
 test: .venv/installed
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_PROCESSES) --maxprocesses 8
 
 lint: .venv/installed
 	$(BIN)/ruff check .

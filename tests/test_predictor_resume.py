@@ -188,7 +188,7 @@ def test_two_trainings_of_one_workspace_are_refused(workspace: Path, options: li
     assert {path.name for path in workspace.iterdir()} == {"model.json", "activation"}
 
 
-@pytest.mark.parametrize(("tokens", "samples"), [("1k", "400"), ("600", "600"), ("300", "1k")])
+@pytest.mark.parametrize(("tokens", "samples"), [("700", "400"), ("600", "600"), ("300", "1k")])
 def test_samples_are_bounded_and_spread(
     workspace: Path, corpus: Path, run_json: Any, tokens: str, samples: str
 ) -> None:

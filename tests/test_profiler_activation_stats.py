@@ -96,6 +96,8 @@ def test_description_states_what_was_counted(directory: Path) -> None:
     assert about == {
         "format": "powerinfer-toolkit/activation",
         "version": 1,
+        "convergence": None,
+        "comparison": None,
         "fingerprint": FINGERPRINT,
         "tokens": 100,
         "corpus": "corpus.txt",

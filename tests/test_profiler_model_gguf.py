@@ -147,10 +147,10 @@ def test_many_empty_tensors_are_refused_at_the_first_layer_that_is_missing(small
     items = list(gguf_container.read(path, "PWRI").key_values.values())
     empty = [file.data(name) for name in file.tensors] + [file.data("output_norm.weight")[:0]] * (count - 1)
     gguf_container.write(path, "PWRI", items, infos, empty)
-    began = time.perf_counter()
+    began = time.process_time()
     with pytest.raises(GgufError, match=r"has no tensor 'blk.1.attn_norm.weight'"):
         GgufModel(path)
-    assert time.perf_counter() - began < 5
+    assert time.process_time() - began < 5
 
 
 def test_a_dense_file_with_predictors_is_refused(small, tmp_path):

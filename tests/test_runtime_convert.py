@@ -124,7 +124,9 @@ def test_a_file_can_be_placed(run_json, workspace, tmp_path):
     options = ["--vram", "0.001", "--reserve", "0", "--dtype", "float32"]
     result = run_json(pi_place, out, *options)
     in_workspace = run_json(pi_place, workspace.path, *options)
-    assert {**result, "gpuidx": 0, "seconds": 0} == {**in_workspace, "gpuidx": 0, "seconds": 0}
+    of_this_run = {"gpuidx": 0, "seconds": 0, "group_size": 0}
+    assert {**result, **of_this_run} == {**in_workspace, **of_this_run}
+    assert (result["group_size"], in_workspace["group_size"]) == (256, 64)  # what PowerInfer's own engine needs
     assert result["gpuidx"] == str(out) + ".generated.gpuidx"
     assert text_of(run_json, out)
 

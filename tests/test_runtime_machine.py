@@ -105,16 +105,18 @@ def test_an_output_that_cannot_be_written(tmp_path: Path, refuses: Callable[...,
 def test_the_load_of_others() -> None:
     """A benchmark that takes its own work for somebody else's, or overlooks somebody's."""
 
-    def spin() -> None:
-        end = time.perf_counter() + 0.3
-        while time.perf_counter() < end:
+    def spin() -> float:
+        """The cores that this process had, fewer on a machine that is busy."""
+        began, end = time.perf_counter(), time.process_time() + 0.3
+        while time.process_time() < end:
             pass
+        return 0.3 / (time.perf_counter() - began)
 
     others, everybody = OthersLoad([os.getpid()]), OthersLoad([])
-    spin()
+    had = spin()
     without, total = others.cores(), everybody.cores()
     if without is not None and total is not None:  # elsewhere than on Linux
-        assert total - without > 0.5
+        assert total - without > 0.5 * had
 
 
 def test_a_busy_machine_is_announced(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
