@@ -152,6 +152,12 @@ dtype_option = click.option(
 )
 
 
+def given_options(context: click.Context) -> list[click.Parameter]:
+    """The parameters that the user set, by command line or environment."""
+    default = click.core.ParameterSource.DEFAULT
+    return [p for p in context.command.params if context.get_parameter_source(p.name or "") is not default]
+
+
 def note(message: str) -> None:
     """Say something about the run on stderr."""
     click.echo(message, err=True)

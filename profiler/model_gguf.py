@@ -148,7 +148,7 @@ class GgufModel:
         order = stored_order.argsort()
         return tensor.select(order) if isinstance(tensor, QuantisedMatrix) else tensor[order]
 
-    def neuron_rows(self, layer: int, role: str) -> "Rows":
+    def neuron_rows(self, layer: int, role: str) -> "Weight | TurnedMatrix":
         """``gate``, ``up`` or ``down`` of *layer* by neuron, [neurons, hidden]; as stored, but for a down that is turned."""
         if role != "down.weight":
             return self.layer(layer, role)

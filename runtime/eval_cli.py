@@ -12,6 +12,7 @@ from pi_toolkit.profiler.command_line import (
     ToolkitCommand,
     device_option,
     emit_json,
+    given_options,
     json_option,
     note,
     version_option,
@@ -28,6 +29,20 @@ if TYPE_CHECKING:
 CORPUS = "wikipedia"
 TASK_CONTEXT = 2048
 THE_WORKSPACES_OWN = "the workspace's own"
+# What only the evaluation on text, or only that on questions, reads.
+FOR_TEXT = (
+    "split",
+    "tokens",
+    "window",
+    "stride",
+    "score_from",
+    "bos",
+    "prompts",
+    "prompt_tokens",
+    "new_tokens",
+    "reference",
+)
+FOR_TASKS = ("limit", "fewshot", "ctx")
 
 
 @click.command(cls=ToolkitCommand)
@@ -86,7 +101,9 @@ THE_WORKSPACES_OWN = "the workspace's own"
 )
 @json_option
 @version_option
+@click.pass_context
 def main(
+    context: click.Context,
     workspace: Path,
     corpus: str | None,
     split: str,
@@ -133,6 +150,7 @@ def main(
     from .eval_setup import describe_engine, measure_tasks, measure_text
     from .eval_text import possible_modes
 
+    _refuse_idle_options(context, text=corpus is not None or not tasks, questions=bool(tasks))
     place = Workspace(workspace)
     record = read_model(place)
     limit_of_positions, chosen = record.shape.max_positions, possible_modes(place, record, modes)
@@ -152,8 +170,10 @@ def main(
     check_context(record.shape, ctx)
     if threads:
         torch.set_num_threads(threads)
-    context = max(text.context if text else 0, (ctx or TASK_CONTEXT) if questions else 0)
-    options = EngineOptions(chosen[-1], gpuidx, min(context, limit_of_positions), device, dtype, model, slots, threads)
+    context_tokens = max(text.context if text else 0, (ctx or TASK_CONTEXT) if questions else 0)
+    options = EngineOptions(
+        chosen[-1], gpuidx, min(context_tokens, limit_of_positions), device, dtype, model, slots, threads
+    )
     twin = None
     if text and reference:
         own = reference == THE_WORKSPACES_OWN
@@ -169,3 +189,12 @@ def main(
         result |= measure_tasks(engine, chosen, questions)
     if as_json:
         emit_json(result | {"conditions": conditions})
+
+
+def _refuse_idle_options(context: click.Context, text: bool, questions: bool) -> None:
+    """A usage error for options that would be ignored without a word."""
+    for param in given_options(context):
+        if not text and param.name in FOR_TEXT:
+            raise click.UsageError(f"{param.opts[0]} is for evaluation on text: give --corpus too, or leave it out")
+        if not questions and param.name in FOR_TASKS:
+            raise click.UsageError(f"{param.opts[0]} is for --tasks: give --tasks too, or leave it out")

@@ -4,7 +4,7 @@ They are read tensor by tensor from the memory-mapped checkpoint, converted and 
 of the result and of one tensor.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -175,7 +175,7 @@ class _Loader:
             ffn=self._ffn(layer, device),
         )
 
-    def _stacked(self, maps: "list[Rows]", device: "torch.device") -> PackedMatrix:
+    def _stacked(self, maps: "Sequence[Rows]", device: "torch.device") -> PackedMatrix:
         """The rows of several matrices, one below the other."""
         rows, columns = sum(len(part) for part in maps), maps[0].shape[1]
         data = allocate(rows, row_bytes(self.kind, columns), device)

@@ -8,6 +8,7 @@ from pi_toolkit.profiler.command_line import (
     FiniteFloatType,
     ToolkitCommand,
     emit_json,
+    given_options,
     json_option,
     note,
     percent,
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from .simulation import SimulatedSpeed
 
 CONTEXT = 640  # a prompt of 128 tokens and an answer of 512, the longest of the paper's
-SYSTEMS = ("powerinfer", "random", "sparse layers", "llama.cpp", "gpu only")
+SYSTEMS: "tuple[System, ...]" = ("powerinfer", "random", "sparse layers", "llama.cpp", "gpu only")
 LAWS = ("relu", "reglu", "swiglu")
 _SHARE = FiniteFloatType(exclusive=True, maximum=1.0)
 
@@ -119,9 +120,8 @@ def main(
 
 def _refuse_other_options(context: click.Context) -> None:
     """Beside ``--paper`` every other option would be ignored without a word."""
-    for param in context.command.params:
-        given = context.get_parameter_source(param.name or "") is not click.core.ParameterSource.DEFAULT
-        if given and param.name not in ("paper", "as_json"):
+    for param in given_options(context):
+        if param.name not in ("paper", "as_json"):
             raise click.UsageError(f"--paper compares the paper's models and machines: leave out {param.opts[0]}")
 
 

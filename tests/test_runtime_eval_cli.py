@@ -252,6 +252,8 @@ def test_lm_eval_is_not_installed(workspace: Workspace, refuses: Refuses, monkey
         ["--tokens", "many"],
         ["--prompt-tokens", 128],
         ["--tasks", ","],
+        ["--limit", 3],
+        ["--fewshot", 5],
         ["--slots", 0],
         ["--slots", 10**20],
         ["--threads", 10**5],
@@ -283,3 +285,13 @@ def test_a_damaged_weight_is_told(tmp_path: Path, corpus: Path, run_json: RunJso
     write_model(workspace, describe(str(model), None, Checkpoint(model)))
     result = run_json(pi_eval, workspace.path, "--corpus", corpus, *QUICK, "--prompts", 0)
     assert result["perplexity_dense"] is None and "no finite perplexity" in result["alarm"]
+
+
+@pytest.mark.parametrize("options", [["--score-from", 5], ["--reference", "."], ["--tokens", "1k"]])
+def test_options_of_text_beside_questions_alone(
+    workspace: Workspace, run: Callable[..., Result], options: list[object]
+) -> None:
+    """An option ignored without a word."""
+    result = run(pi_eval, workspace.path, "--tasks", "questions.jsonl", *options)
+    assert result.exit_code == 2, result.output
+    assert "is for evaluation on text: give --corpus too" in result.stderr
