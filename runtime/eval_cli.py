@@ -156,6 +156,7 @@ def main(
     limit_of_positions, chosen = record.shape.max_positions, possible_modes(place, record, modes)
     if modes is None and record.shape.falls_silent and "predicted" not in chosen:
         note("no predictors, so mode predicted is left out (pi-train-predictor makes them)")
+    check_context(record.shape, ctx)
     text = questions = None
     if corpus is not None or not tasks:
         window = window or min(512, limit_of_positions)
@@ -167,7 +168,6 @@ def main(
     if tasks:
         questions = TaskOptions(tasks, limit, fewshot)
         questions.check()
-    check_context(record.shape, ctx)
     if threads:
         torch.set_num_threads(threads)
     context_tokens = max(text.context if text else 0, (ctx or TASK_CONTEXT) if questions else 0)

@@ -213,7 +213,7 @@ def test_alarm_for_another_activation(tmp_path: Path, run_json: RunJson) -> None
         (["--window", 4096], "beyond the model's 128 positions: choose a smaller window"),
         (["--tokens", 20], "holds 20 tokens, less than one window of 128"),
         (["--corpus", "nowhere.txt"], "check the spelling"),
-        (["--ctx", 4096], "beyond the model's 128 positions"),
+        (["--tasks", "a.jsonl", "--ctx", 4096], "beyond the model's 128 positions"),
         (["--reference", "/nowhere/at/all"], "/nowhere/at/all"),
         (["--model", "/nowhere/at/all"], "/nowhere/at/all"),
         (["--gpuidx", "/nowhere/at/all"], "/nowhere/at/all"),
