@@ -5,7 +5,6 @@ from pathlib import Path
 import click
 
 from pi_toolkit.profiler.command_line import (
-    MOST_THREADS,
     FiniteFloatType,
     ToolkitCommand,
     device_option,
@@ -16,7 +15,7 @@ from pi_toolkit.profiler.command_line import (
     version_option,
 )
 
-from .kernels.packed_matrix import KINDS
+from .run_options import kind_option, threads_option
 
 
 @click.command(cls=ToolkitCommand)
@@ -44,16 +43,10 @@ from .kernels.packed_matrix import KINDS
 @click.option("--reset-gpu-index", is_flag=True, help="Solve the placement again, and write its file.")
 @click.option("--disable-gpu-index", is_flag=True, help="Heed no placement file, and keep all neurons on the CPU.")
 @click.option("--cpu-only", is_flag=True, help="Heed neither a GPU nor a placement.")
-@click.option("--threads", type=click.IntRange(1, MOST_THREADS), help="CPU threads.  [default: torch's choice]")
+@threads_option
 @click.option("--model", help="Where the weights are now, if not where pi-profile found them.")
 @device_option
-@click.option(
-    "--dtype",
-    type=click.Choice(["auto", *KINDS]),
-    default="auto",
-    show_default=True,
-    help="Type to hold the weights in; auto: as stored, or as placed on a GPU.",
-)
+@kind_option
 @json_option
 @version_option
 def main(

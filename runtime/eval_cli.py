@@ -7,7 +7,6 @@ import click
 
 from pi_toolkit.profiler.command_line import (
     MOST_SEQUENCES,
-    MOST_THREADS,
     CountType,
     ToolkitCommand,
     device_option,
@@ -20,7 +19,7 @@ from pi_toolkit.profiler.command_line import (
 
 from .bench_cli import MODES, ListType
 from .eval_setup import TaskOptions, TextOptions
-from .kernels.packed_matrix import KINDS
+from .run_options import kind_option, threads_option
 
 if TYPE_CHECKING:
     from .eval_windows import Bos
@@ -89,16 +88,10 @@ FOR_TASKS = ("limit", "fewshot", "ctx")
 @click.option(
     "--slots", type=click.IntRange(1, MOST_SEQUENCES), default=4, show_default=True, help="Windows or choices at once."
 )
-@click.option("--threads", type=click.IntRange(1, MOST_THREADS), help="CPU threads.  [default: torch's choice]")
+@threads_option
 @click.option("--model", help="Where the weights are now, if not where pi-profile found them.")
 @device_option
-@click.option(
-    "--dtype",
-    type=click.Choice(["auto", *KINDS]),
-    default="auto",
-    show_default=True,
-    help="Type to hold the weights in; auto: as stored, or as placed on a GPU.",
-)
+@kind_option
 @json_option
 @version_option
 @click.pass_context
