@@ -14,6 +14,7 @@ from .kernels.native import multiply
 from .kernels.sparse_ffn_reference import Mode
 from .kv_cache import KeyValueCache, cache_dtype, consecutive
 from .native_step import native_step
+from .rotary import rotate, rotation_table
 from .weights import LayerWeights, ModelWeights
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ class Decoder:
         devices = [layer.device for layer in weights.layers]
         with allocating(f"the KV cache of {context} tokens × {slots}"):
             self.cache = KeyValueCache.allocate(shape, devices, slots, context, cache_dtype(weights.kind))
-        self._rotations = {device: self._rotation_table(device, context) for device in set(devices)}
+        self._rotations = {device: rotation_table(shape, device, context) for device in set(devices)}
         self.native = native_step(shape, weights, self.cache, self._rotations, threads)
         self.gpu = gpu_step(shape, weights, self.cache, self._rotations)
 
@@ -143,24 +144,9 @@ class Decoder:
             allowed &= key_positions > positions[:, :, None] - window
         return None if bool(allowed.all()) else allowed[:, None]
 
-    def _rotation_table(self, device: "torch.device", context: int) -> "tuple[torch.Tensor, torch.Tensor] | None":
-        """Cosines and sines float32 [context, head_dim] of the rotary angles, both halves alike."""
-        import torch
-
-        rotary = self.shape.rotary
-        if rotary is None:
-            return None
-        exponents = torch.arange(0, self.shape.head_dim, 2, dtype=torch.float32) / self.shape.head_dim
-        angles = torch.arange(context)[:, None] / rotary.linear_factor * (1.0 / rotary.theta**exponents)
-        both = torch.cat((angles, angles), dim=-1)
-        return both.cos().to(device), both.sin().to(device)
-
     def _rotate(self, heads: "torch.Tensor", positions: "torch.Tensor") -> "torch.Tensor":
         """Rotary embedding of [rows, tokens, heads, head_dim] by *positions* [rows, tokens], on the device of *heads*."""
-        import torch
-
         table = self._rotations[heads.device]
         assert table is not None, "only rotary models rotate"
         cosine, sine = (part[positions][:, :, None] for part in table)
-        low, high = heads.chunk(2, dim=-1)
-        return heads * cosine + torch.cat((-high, low), dim=-1) * sine
+        return rotate(heads, cosine, sine)

@@ -14,6 +14,7 @@ from pi_toolkit.profiler.model_families import ModelShape
 from .kernels.sparse_ffn_reference import Mode
 from .kernels.triton_kernels import triton_kernels
 from .kv_cache import KeyValueCache
+from .rotary import rotate
 from .step_graphs import StepGraphs
 from .weights import LayerWeights, ModelWeights
 
@@ -122,8 +123,7 @@ class GpuStep:
         rotated, value = stacked.split([heads + kv_heads, kv_heads], dim=1)
         if rotation is not None:
             cosine, sine = rotation
-            low, high = rotated.chunk(2, dim=-1)
-            rotated = rotated * cosine + torch.cat((-high, low), dim=-1) * sine
+            rotated = rotate(rotated, cosine, sine)
         query, key = rotated.split([heads, kv_heads], dim=1)
         keys, values = self.cache.keys[number][slots], self.cache.values[number][slots]
         row = torch.arange(rows, device=normed.device)
