@@ -126,6 +126,10 @@ def connected(processes: Processes, device: "torch.device") -> Iterator[None]:
         return
     import torch.distributed
 
+    # Its functions keep the group of the time of their import as a default argument. Imported later, as transformers does,
+    # they would keep gloo's threads alive to the end of the interpreter, which then aborts now and then.
+    import torch.distributed.nn.functional
+
     backend = "nccl" if device.type == "cuda" else "gloo"
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -1,5 +1,10 @@
 """What one process of several knows of the others; real jobs of two processes are in test_profiler_torchrun.py."""
 
+import os
+import socket
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -52,3 +57,25 @@ def test_processes_that_do_not_meet_are_one_sentence(monkeypatch: pytest.MonkeyP
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(ProcessesError, match="cannot be reached"), connected(Processes(0, 2), CPU):
         pass
+
+
+def test_the_threads_of_a_job_end_with_it() -> None:
+    """Prevents an abort at the end of a process whose work is done: a library that is imported during the job keeps the
+    group, and a thread of gloo's asks for an interpreter that is gone."""
+    program = (
+        "import os, torch\nfrom pi_toolkit.profiler.processes import Processes, connected\n"
+        "threads = lambda: [open(f'/proc/self/task/{n}/comm').read() for n in os.listdir('/proc/self/task')]\n"
+        "gloo = lambda: [name for name in threads() if 'gloo' in name]\n"
+        "with connected(Processes(0, 2), torch.device('cpu')):\n"
+        "    import transformers.modeling_utils\n"
+        "    Processes(0, 2).wait(torch.device('cpu'))\n"
+        "    assert gloo()\n"
+        "assert not gloo(), gloo()"
+    )
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    result = subprocess.run(
+        [sys.executable, "-c", program], env=os.environ | alone, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
