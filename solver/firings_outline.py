@@ -13,11 +13,11 @@ from pi_toolkit.profiler.errors import PlacementError
 from .latency_problem import LatencyProblem
 from .latency_solve import solve_latency
 from .memory import UnitBytes
+from .mip_solvers import OPTIMAL_GAP
 from .placement_problem import Choice, PlacementProblem
 from .token_time import Speeds
 
 _GPU_SPEED = 1e15  # relative to the CPU's: below what float64 can add to a layer's firings
-_GAP = 5e-5  # of the firings on GPUs
 _ROUNDING = 1e-9
 
 
@@ -31,9 +31,10 @@ class OutlinedFirings:
 
 
 def solve_outlined(
-    problem: PlacementProblem, known_value: float, solver: str, time_limit_seconds: float
+    problem: PlacementProblem, known_value: float, solver: str, time_limit_seconds: float, gap: float = OPTIMAL_GAP / 2
 ) -> OutlinedFirings | None:
-    """None where no placement was found, or nothing fires; *known_value*: firings of some choice, or an estimate of them."""
+    """None where no placement was found, or nothing fires; *known_value*: firings of some choice, or an estimate of them;
+    *gap*: of the firings on GPUs, where to stop."""
     firings = float(sum(bundles.impacts.sum() for bundles in problem.layers))
     if firings <= 0:
         return None
@@ -47,7 +48,7 @@ def solve_outlined(
         speeds=Speeds(1.0, (_GPU_SPEED,) * len(problem.gpu_bytes), 0.0),
         cpu_bytes=all_bytes - problem.fewest_gpu_bytes,
     )
-    gap = _GAP * max(known_value, 1.0) / firings  # small changes of what little is on GPUs are tiny ones of the rest
+    gap *= max(known_value, 1.0) / firings  # small changes of what little is on GPUs are tiny ones of the rest
     try:
         solution = solve_latency(latency, time_limit_seconds, solver, gap=gap)
     except PlacementError:

@@ -21,6 +21,7 @@ from .mip_solvers import (
     SolverUnusableError,
     Status,
     first_usable,
+    status_of,
 )
 from .token_time import CPU
 
@@ -84,9 +85,7 @@ def solve_latency(
         raise _does_not_fit(problem)
     token_seconds = problem.seconds(best)
     bound = min(bound, token_seconds)
-    status: Status = "optimal" if _gap(token_seconds, bound) <= max(gap, OPTIMAL_GAP) else "feasible"
-    if found is None and problem.gpu_bytes:
-        status = "greedy"
+    status: Status = status_of(_gap(token_seconds, bound)) if found is not None or not problem.gpu_bytes else "greedy"
     return LatencySolution(best, token_seconds, bound, status, _since(began), reason)
 
 

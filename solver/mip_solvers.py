@@ -87,6 +87,11 @@ def first_usable(solver: str, attempt: Callable[[str], T]) -> tuple[T | None, st
     return None, "the greedy placement is used instead: " + "; ".join(reasons)
 
 
+def status_of(gap: float) -> Status:
+    """Of a solver's answer that is proven to be within the relative *gap* of the best."""
+    return "optimal" if gap <= OPTIMAL_GAP else "feasible"
+
+
 def is_one(variable: Any) -> bool:
     """The value of a binary variable of a solved program."""
     return round(variable.value()) == 1

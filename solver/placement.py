@@ -11,12 +11,13 @@ from pi_toolkit.profiler.hardware import Hardware
 from pi_toolkit.profiler.model_families import ModelShape
 
 from .costs import costs
+from .dense_exchange import beside_neurons
 from .dense_units import DensePlacement, place_dense_units
 from .firings_outline import solve_outlined
 from .latency_problem import Answer, LatencyProblem
 from .latency_solve import solve_latency
 from .memory import UnitBytes, unit_bytes
-from .mip_solvers import OPTIMAL_GAP, Status
+from .mip_solvers import OPTIMAL_GAP, Status, status_of
 from .neuron_groups import GROUP_NEURONS, group_neurons
 from .placement_check import check_placement
 from .placement_problem import PlacementProblem
@@ -179,18 +180,18 @@ def place(
     except PlacementError:
         if request.objective == "firings":
             raise
-    paper = None if firings_solution is None else _answer(dense, firings_solution)
+    paper = None if firings_solution is None else beside_neurons(problem, _answer(dense, firings_solution))
     rivals = {"random": random_answer(problem), "layer-wise": layer_wise_answer(problem), "paper": paper}
     if request.objective == "firings":
         assert firings_solution is not None and paper is not None
         answer, solution = paper, firings_solution
         value, bound, gap = solution.value, solution.upper_bound, solution.gap
-        outcome = (solution.status, solution.seconds, solution.fallback_reason)
+        status, seconds, reason = solution.status, solution.seconds, solution.fallback_reason
     else:
         feasible = [rival for rival in rivals.values() if rival is not None]
         latency = solve_latency(problem, request.time_limit_seconds, request.solver, feasible, request.gap)
         answer, value, bound, gap = latency.answer, latency.token_seconds, latency.lower_bound, latency.gap
-        outcome = (latency.status, latency.seconds, latency.fallback_reason)
+        status, seconds, reason = latency.status, latency.seconds, latency.fallback_reason
     if request.whole_groups:
         answer = _without_short_groups(problem, answer, request.group_size)
         if request.objective == "firings":
@@ -199,6 +200,7 @@ def place(
         else:
             value = problem.seconds(answer)
             gap = (value - bound) / value
+        status = status if status == "greedy" else status_of(gap)
     devices = _unit_devices(problem, answer)
     time = token_time(units, devices, reads, problem.speeds)
     placement = Placement(
@@ -212,9 +214,9 @@ def place(
         objective_value=value,
         bound=bound,
         gap=gap,
-        status=outcome[0],
-        seconds=outcome[1],
-        fallback_reason=outcome[2],
+        status=status,
+        seconds=seconds,
+        fallback_reason=reason,
         gpu_firings=problem.neurons.value(answer.bundles),
         all_firings=sum(float(layer.sum()) for layer in counts),
         time=time,
@@ -258,7 +260,7 @@ def _by_firings(
         fewest_gpu_bytes=max(0, int(problem.layer_bytes.sum()) + dense.cpu_bytes - problem.cpu_bytes),
     )
     if request.objective == "firings":
-        return dense, solve(neurons, request.time_limit_seconds, request.solver, dense.homes)
+        return dense, solve(neurons, request.time_limit_seconds, request.solver, dense.homes, request.gap)
     quick = solve(neurons, request.time_limit_seconds, "greedy", dense.homes)
     if quick.gap <= _RIVAL_GAP or request.solver == "greedy":
         return dense, quick

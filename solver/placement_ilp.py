@@ -21,7 +21,7 @@ _CBC_OPTIONS = ["preprocess off", "cuts off", "heuristicsOnOff off", "primalSimp
 
 @dataclass(frozen=True)
 class IlpAnswer:
-    """A feasible choice; ``proved``: the solver showed that none is better."""
+    """A feasible choice; ``proved``: the solver showed that none is better, but for the gap that it was allowed."""
 
     choice: Choice
     proved: bool
@@ -91,11 +91,11 @@ def _scale(impacts: list[np.ndarray]) -> float:
     return _LARGEST_COEFFICIENT / largest
 
 
-def solve_ilp(problem: PlacementProblem, solver: str, time_limit_seconds: float) -> IlpAnswer | None:
-    """The answer of *solver*, "cbc" or "highs", or None when it finds that no choice meets the constraints; raises
-    ``SolverUnusableError``."""
+def solve_ilp(problem: PlacementProblem, solver: str, time_limit_seconds: float, gap: float = 0.0) -> IlpAnswer | None:
+    """The answer of *solver*, "cbc" or "highs", which stops within the relative *gap* of the best, or None when it finds that
+    no choice meets the constraints; raises ``SolverUnusableError``."""
     program, x = placement_program(problem)
-    proved = solve_program(program, solver, time_limit_seconds, 0.0, _CBC_OPTIONS)
+    proved = solve_program(program, solver, time_limit_seconds, gap, _CBC_OPTIONS)
     if proved is None:
         return None
     choice = problem.nothing()

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from .dense_exchange import beside_neurons
 from .dense_units import place_dense_units
 from .gpu_assignment import assign_bundles
 from .latency_greedy import layers_first, realise
@@ -41,7 +42,7 @@ def random_answer(problem: LatencyProblem) -> Answer | None:
     choice = assign_bundles(beside_dense, chosen, dense.homes) if problem.gpu_bytes else neurons.nothing()
     if choice is None:
         return None
-    answer = Answer(dense.attention, dense.predictor, dense.head, tuple(choice))
+    answer = beside_neurons(problem, Answer(dense.attention, dense.predictor, dense.head, tuple(choice)))
     return answer if problem.is_feasible(answer) else None
 
 

@@ -11,16 +11,16 @@ from pi_toolkit.profiler.errors import PlacementError
 
 from .firings_outline import solve_outlined
 from .gpu_assignment import assign_bundles, drop_unassigned
-from .mip_solvers import OPTIMAL_GAP, SOLVER_TOLERANCE, Status, first_usable
+from .mip_solvers import OPTIMAL_GAP, SOLVER_TOLERANCE, SolverTimeoutError, Status, first_usable, status_of
 from .placement_bound import upper_bound
 from .placement_greedy import Chosen, greedy_placement
 from .placement_ilp import IlpAnswer, solve_ilp
 from .placement_problem import Choice, PlacementProblem
 from .token_time import CPU
 
-# Above so many bundles an answer of the greedy placement or of the outlined program that is within OPTIMAL_GAP of the bound
-# stands without the program, which takes 3–10 s for OPT-175B's 73,728.
-LARGE = 20_000
+# Up to so many pairs of bundle and GPU the program is solved to its optimum. Beyond, an answer of the greedy placement or of
+# the outlined program that is as close to the bound as was asked for stands without the program.
+_EXACT_PAIRS = 400
 # Up to so many pairs of bundle and GPU the program itself chooses among several GPUs; beyond, they are one to it.
 _SMALL = 4_000
 
@@ -51,11 +51,16 @@ def gap(value: float, bound: float) -> float:
 
 
 def solve(
-    problem: PlacementProblem, time_limit_seconds: float, solver: str = "cbc", homes: np.ndarray | None = None
+    problem: PlacementProblem,
+    time_limit_seconds: float,
+    solver: str = "cbc",
+    homes: np.ndarray | None = None,
+    allowed_gap: float = OPTIMAL_GAP,
 ) -> Solution:
     """The best placement found; raises ``PlacementError`` when none fits the memory of all devices.
 
-    *homes*: per layer the GPU that its neurons go to where there is a choice.
+    *homes*: per layer the GPU that its neurons go to where there is a choice. A placement proven to be within *allowed_gap*
+    of the best is not improved any more.
     """
     began = time.monotonic()
     if homes is None:
@@ -67,18 +72,24 @@ def solve(
     bound = upper_bound(problem)
     answer: IlpAnswer | None = None
     reason: str | None = None
-    large = sum(map(len, problem.layers)) > LARGE
-    if large and solver != "greedy" and not _is_close(problem, greedy, bound):
+    exact = len(problem.gpu_bytes) * sum(map(len, problem.layers)) <= _EXACT_PAIRS
+    if not (exact or solver == "greedy" or _is_close(problem, greedy, bound, allowed_gap)):
         known = float(problem.value(greedy)) if greedy else float(bound)
-        outlined = solve_outlined(problem, known, solver, time_limit_seconds)
+        outlined = solve_outlined(problem, known, solver, time_limit_seconds, allowed_gap / 2)
         if outlined is not None:
             bound = min(bound, outlined.upper_bound)
             if greedy is None or problem.value(outlined.choice) > problem.value(greedy):
                 greedy = outlined.choice
-    if not pooled.open_layers() or (large and _is_close(problem, greedy, bound)):
+    if not pooled.open_layers() or (not exact and _is_close(problem, greedy, bound, allowed_gap)):
         answer = IlpAnswer(greedy, proved=False) if greedy else None
     else:
-        answer, reason = first_usable(solver, lambda name: _solve_ilp(problem, pooled, homes, name, time_limit_seconds))
+        program_gap = 0.0 if exact else allowed_gap
+
+        def program(name: str) -> IlpAnswer | None:
+            left = time_limit_seconds - (time.monotonic() - began)
+            return _solve_ilp(problem, pooled, homes, name, left, program_gap)
+
+        answer, reason = first_usable(solver, program)
         if answer is None and greedy is not None and reason is None and solver != "greedy":
             reason = "the solver called a problem infeasible that has a placement"
     if answer is None and greedy is None:
@@ -89,13 +100,13 @@ def solve(
         value = problem.value(greedy)
         return Solution(greedy, value, max(bound, value), "greedy", seconds, reason)
     if answer.proved:
-        bound = min(bound, _with_tolerance(problem.value(answer.choice)))
+        bound = min(bound, _with_tolerance(problem.value(answer.choice), 0.0 if exact else allowed_gap))
     # Among equals the greedy choice is the hottest-first one, and CBC may be short of it by its tolerance.
     choice = answer.choice
     if greedy is not None and problem.value(greedy) >= problem.value(choice):
         choice = greedy
     bound = max(bound, problem.value(choice))
-    status: Status = "optimal" if gap(problem.value(choice), bound) <= OPTIMAL_GAP else "feasible"
+    status = status_of(gap(problem.value(choice), bound))
     return Solution(choice, problem.value(choice), bound, status, seconds, reason)
 
 
@@ -117,13 +128,20 @@ def does_not_fit(problem: PlacementProblem) -> PlacementError:
 
 
 def _solve_ilp(
-    problem: PlacementProblem, pooled: PlacementProblem, homes: np.ndarray, solver: str, time_limit_seconds: float
+    problem: PlacementProblem,
+    pooled: PlacementProblem,
+    homes: np.ndarray,
+    solver: str,
+    time_limit_seconds: float,
+    allowed_gap: float,
 ) -> IlpAnswer | None:
     """The program over all GPUs, or, of a large problem, over one with the room of all, whose answer is then divided."""
+    if time_limit_seconds <= 0:
+        raise SolverTimeoutError("the time limit was over before the program was solved: raise --time-limit")
     gpus = len(problem.gpu_bytes)
     if gpus == 1 or gpus * sum(map(len, problem.layers)) <= _SMALL:
-        return solve_ilp(problem, solver, time_limit_seconds)
-    answer = solve_ilp(pooled, solver, time_limit_seconds)
+        return solve_ilp(problem, solver, time_limit_seconds, allowed_gap)
+    answer = solve_ilp(pooled, solver, time_limit_seconds, allowed_gap)
     if answer is None:
         return None
     chosen = tuple(devices != CPU for devices in answer.choice)
@@ -146,11 +164,14 @@ def _with_pins(problem: PlacementProblem, chosen: Chosen) -> Chosen:
     )
 
 
-def _is_close(problem: PlacementProblem, choice: Choice | None, bound: float) -> bool:
-    return choice is not None and gap(problem.value(choice), bound) <= OPTIMAL_GAP
+def _is_close(problem: PlacementProblem, choice: Choice | None, bound: float, allowed_gap: float) -> bool:
+    return choice is not None and gap(problem.value(choice), bound) <= allowed_gap
 
 
-def _with_tolerance(proved: int | float) -> int | float:
-    """What a solver may have missed of its proven optimum; nothing where counts are whole numbers below ten million."""
-    bound = proved * (1 + SOLVER_TOLERANCE)
+def _with_tolerance(proved: int | float, allowed_gap: float) -> int | float:
+    """What a solver may have missed of an optimum that it proved to be within *allowed_gap*, relative to its value or to its
+    bound; without a gap nothing where counts are whole numbers below ten million."""
+    bound = proved * (1 + SOLVER_TOLERANCE) / (1 - allowed_gap) if allowed_gap < 1 else math.inf
+    if math.isinf(bound):
+        return bound
     return math.floor(bound) if isinstance(proved, int) else bound
