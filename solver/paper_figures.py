@@ -5,7 +5,7 @@ Where a bar could only be read as a range, errors are against its middle.
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from itertools import combinations
 
@@ -13,12 +13,13 @@ import numpy as np
 
 from pi_toolkit.profiler.hardware import read_hardware
 
-from .simulated_model import SimulatedModel, model_facts, simulated_model
+from .simulated_model import CONTEXT, SimulatedModel, model_facts, simulated_model
 from .simulated_systems import System, unit_devices
 from .simulation import FITTED, FittedConstants, ReadTimes, SimulatedSpeed, read_times
+from .token_time import UnitDevices
 
 PC_HIGH, PC_LOW, A100 = "rtx4090-i9-13900k", "rtx2080ti-i7-12700k", "a100-80gb-epyc-7742"
-PROMPT_TOKENS, LONGEST_OUTPUT = 64, 512  # the paper's inputs have 8 to 128 tokens
+PROMPT_TOKENS = 64  # the paper's inputs have 8 to 128 tokens
 READING_ERROR = 0.1  # of a figure's label, tokens per second
 _LOWEST_SHARE, _HIGHEST_SHARE, _STEPS = 0.01, 1.0, 30
 
@@ -109,18 +110,25 @@ PUBLISHED: tuple[PublishedSpeed, ...] = (
 
 
 @lru_cache(maxsize=1)  # tens of megabytes each; the rows of one model follow each other
-def _model(name: str, dtype: str, context: int) -> SimulatedModel:
-    return simulated_model(model_facts(name), dtype, context)
+def _model(name: str, dtype: str) -> SimulatedModel:
+    return simulated_model(model_facts(name), dtype, CONTEXT)
 
 
 @cache
-def _read_times(name: str, dtype: str, context: int, system: System, hardware: str) -> ReadTimes:
-    model, machine = _model(name, dtype, context), read_hardware(hardware)
-    return read_times(model, system, machine, *unit_devices(model, system, machine))
+def _unit_devices(name: str, dtype: str, system: System, hardware: str) -> tuple[UnitDevices, float]:
+    return unit_devices(_model(name, dtype), system, read_hardware(hardware))
+
+
+@cache
+def _read_times(name: str, dtype: str, tokens_read: int, system: System, hardware: str) -> ReadTimes:
+    model = replace(_model(name, dtype), tokens_read=tokens_read)
+    return read_times(model, system, read_hardware(hardware), *_unit_devices(name, dtype, system, hardware))
 
 
 def _simulated(row: PublishedSpeed, system: System, constants: FittedConstants) -> SimulatedSpeed:
-    return _read_times(row.model, row.dtype, PROMPT_TOKENS + LONGEST_OUTPUT, system, row.hardware).speed(constants)
+    """With as many tokens in the KV cache as there are in the middle of the answer."""
+    tokens_read = PROMPT_TOKENS + row.output_tokens // 2
+    return _read_times(row.model, row.dtype, tokens_read, system, row.hardware).speed(constants)
 
 
 def _speed(row: PublishedSpeed, system: System, constants: FittedConstants) -> float:

@@ -22,13 +22,14 @@ from pi_toolkit.profiler.hardware import Hardware
 from .machine_choice import resolve_hardware
 from .memory import DTYPES
 from .placement_inputs import VramType, with_vram
+from .simulated_model import CONTEXT
 
 if TYPE_CHECKING:
     from .simulated_model import SimulatedModel
     from .simulated_systems import System
     from .simulation import SimulatedSpeed
 
-CONTEXT = 640  # a prompt of 128 tokens and an answer of 512, the longest of the paper's
+FILLED = 320  # in the middle of an answer of 512 tokens to a prompt of 64
 SYSTEMS: "tuple[System, ...]" = ("powerinfer", "random", "sparse layers", "llama.cpp", "gpu only")
 LAWS = ("relu", "reglu", "swiglu")
 _SHARE = FiniteFloatType(exclusive=True, maximum=1.0)
@@ -56,7 +57,12 @@ _SHARE = FiniteFloatType(exclusive=True, maximum=1.0)
 @click.option(
     "--ctx",
     type=click.IntRange(min=1),
-    help=f"Tokens of KV cache, all read.  [default: {CONTEXT}, or the model's limit]",
+    help=f"Tokens of KV cache that have room.  [default: {CONTEXT}, or the model's limit]",
+)
+@click.option(
+    "--filled",
+    type=click.IntRange(min=1),
+    help=f"Tokens of it that a token reads on average.  [default: {FILLED}, or --ctx]",
 )
 @click.option("--system", "systems", type=click.Choice(SYSTEMS), multiple=True, help="Repeatable.  [default: all]")
 @click.option("--paper", is_flag=True, help="Compare with every speed that the PowerInfer paper prints instead.")
@@ -74,6 +80,7 @@ def main(
     predictor_share: float | None,
     predictor_dtype: str,
     ctx: int | None,
+    filled: int | None,
     systems: "tuple[System, ...]",
     paper: bool,
     as_json: bool,
@@ -102,15 +109,19 @@ def main(
         raise click.BadParameter(
             f"{ctx} is beyond the model's {limit} positions: give at most {limit}", param_hint="--ctx"
         )
+    room = ctx or min(CONTEXT, limit)
+    if filled is not None and filled > room:
+        raise click.BadParameter(f"{filled} is more than the {room} tokens of --ctx", param_hint="--filled")
     machine = with_vram(resolve_hardware(hardware, max(vram) if vram else None), vram)
     model = simulated_model(
         facts,
         dtype,
-        ctx or min(CONTEXT, limit),
+        room,
         density,
         LAW_FACTS.get(law or ""),
         predictor_share,
         predictor_dtype,
+        filled or min(FILLED, room),
     )
     speeds = _simulate_all(model, machine, systems or SYSTEMS, skip_what_does_not_fit=not systems)
     _print_speeds(shape, model, machine, speeds)
@@ -166,7 +177,7 @@ def _print_speeds(
     click.echo(
         f"\n{shape}, {parameters / 1e9:.1f}B parameters in {model.dtype}, {percent(_density(model))} of the neurons firing, "
         f"predictors {percent(_predictor_parameters(model) / parameters)} of the parameters in {model.predictor_dtype}, "
-        f"{model.context} tokens"
+        f"{model.tokens_read} of {model.context} tokens in the KV cache"
     )
     gpus = ", ".join(f"{gpu.name} ({readable_bytes(gpu.memory_bytes)})" for gpu in machine.gpus) or "no GPU"
     click.echo(f"{machine.name}: {machine.cpu_name}, {gpus}")
@@ -198,6 +209,7 @@ def _json(
         "hardware": machine.name,
         "density": _density(model),
         "context": model.context,
+        "tokens_read": model.tokens_read,
         "constants": vars(FITTED),
         **next(iter(systems.values())),
         "systems": systems,

@@ -16,14 +16,18 @@ from .token_time import firing_shares
 # The paper does not say in which type its predictors are kept. In F16 those of Falcon-40B (Table 6) and its attention would
 # leave nothing of 24 GB for neurons, of which it reports that they are there (Figures 12 and 15).
 PREDICTOR_DTYPE = "q8_0"
+# Tokens of KV cache that engines are given room for before they start. The paper's longest measurements (Table 4, 1.5K tokens
+# of prompt and 256 of output) need nearly as many, and OPT and Falcon can take no more.
+CONTEXT = 2048
 _WIDTH_MULTIPLE = 32
 LAWS: dict[str, Locality80] = {"relu": RELU, "reglu": REGLU, "swiglu": SWIGLU}
 
 
 @dataclass(frozen=True)
 class SimulatedModel:
-    """``firing_shares``: per layer float64 [neurons], the share of tokens on which each neuron fires;
-    ``predictor_hidden``: the predictors' widths, per layer."""
+    """``firing_shares``: per layer float64 [neurons], the share of tokens on which each neuron fires; ``context``: tokens of
+    KV cache that have room, of which a token reads ``tokens_read`` (None: all); ``predictor_hidden``: the predictors' widths,
+    per layer."""
 
     shape: ModelShape
     firing_shares: tuple[np.ndarray, ...]
@@ -31,6 +35,7 @@ class SimulatedModel:
     context: int
     predictor_hidden: tuple[int, ...]
     predictor_dtype: str = PREDICTOR_DTYPE
+    tokens_read: int | None = None
 
 
 @dataclass(frozen=True)
@@ -71,6 +76,7 @@ def simulated_model(
     locality: Locality80 | None = None,
     predictor_share: float | None = None,
     predictor_dtype: str = PREDICTOR_DTYPE,
+    tokens_read: int | None = None,
 ) -> SimulatedModel:
     """*facts* completed: what is given here comes before what the facts say.
 
@@ -96,7 +102,7 @@ def simulated_model(
             else MEAN_PREDICTOR_SHARE
         )
         hidden = predictor_widths(shape, share)
-    return SimulatedModel(shape, shares, dtype, context, hidden, predictor_dtype)
+    return SimulatedModel(shape, shares, dtype, context, hidden, predictor_dtype, tokens_read)
 
 
 def predictor_widths(shape: ModelShape, share: float) -> tuple[int, ...]:

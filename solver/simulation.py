@@ -36,7 +36,7 @@ class FittedConstants:
     scattered_read_share: float
 
 
-FITTED = FittedConstants(overhead_seconds_per_layer=0.0003898, scattered_read_share=0.4943)
+FITTED = FittedConstants(overhead_seconds_per_layer=0.0003898, scattered_read_share=0.5322)
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,8 @@ def read_times(
     model: SimulatedModel, system: System, hardware: Hardware, devices: UnitDevices, gap: float = 0.0
 ) -> ReadTimes:
     """Of units that lie on *devices*."""
-    units, reads = system_units(model, system), system_reads(model, system)
+    as_read = model if model.tokens_read is None else replace(model, context=model.tokens_read)
+    units, reads = system_units(as_read, system), system_reads(model, system)
     unpacking = UNPACKING_SHARE.get(model.dtype, 1.0)
     speeds = replace(speeds_of(hardware, model.shape.hidden_size), cpu_bandwidth_share=unpacking)
     everything = tuple(np.ones_like(read) for read in reads)
