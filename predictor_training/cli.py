@@ -45,7 +45,7 @@ PERPLEXITY_TOKENS = 20_000  # of the calibration and of the held-out documents
 @click.option(
     "--samples", type=CountType(), help="Of these tokens, spread evenly, how many are kept on disk.  [default: all]"
 )
-@click.option("--window", type=click.IntRange(min=1), help="Tokens per window.  [default: 512, or the model's limit]")
+@click.option("--window", type=click.IntRange(min=2), help="Tokens per window.  [default: 512, or the model's limit]")
 @click.option("--batch-size", type=click.IntRange(min=1), default=8, show_default=True, help="Windows per pass.")
 @click.option(
     "--hidden",
@@ -132,7 +132,7 @@ def main(
     """
     from pi_toolkit.profiler.atomic_write import check_writable
     from pi_toolkit.profiler.corpus import corpus_name, documents
-    from pi_toolkit.profiler.device import resolve_device, resolve_dtype
+    from pi_toolkit.profiler.device import check_pass_room, check_room, resolve_device, resolve_dtype
     from pi_toolkit.profiler.hf_model import load_hf_model
     from pi_toolkit.profiler.processes import connected, this_process
     from pi_toolkit.profiler.token_windows import check_window, load_tokenizer
@@ -144,7 +144,7 @@ def main(
     from .report import training_report
     from .sample import collect_samples, open_store, split_tokens
     from .train import TrainingOptions
-    from .training_files import training_files
+    from .training_files import job_under_way, training_files
 
     began = time.perf_counter()
     place = Workspace(workspace)
@@ -159,18 +159,24 @@ def main(
 
     processes = this_process()
     torch_device = resolve_device(processes.local_device(device))
-    torch_dtype = resolve_dtype(dtype, torch_device, checkpoint.dtype(), shape.num_parameters())
+    resumed_dtype = job_under_way(place.path).get("dtype") if resume else None
+    torch_dtype = resolve_dtype(dtype, torch_device, checkpoint.dtype(), shape.num_parameters(), resumed_dtype)
+    check_pass_room(shape, batch_size, window, max(tokens, PERPLEXITY_TOKENS), torch_device, torch_dtype)
+    weights = shape.num_parameters() * torch_dtype.itemsize
+    check_room(weights, torch_device, "use --dtype bfloat16 if it is not in use yet, or a machine with more memory")
     calibrated = 1 - CALIBRATION_MISSES * (1 - recall)
     options = TrainingOptions(epochs, batch_size_for(samples or tokens), learning_rate, calibrated, seed)
     goal = Target(rule, target / 100, candidates, share, rounds)
     sizes = {"hidden": hidden} if hidden else {"hidden": None, **vars(goal)}
     about = {"corpus": corpus_name(corpus), "tokens": tokens, "samples": samples or tokens, "window": window}
     about |= {**vars(options), "recall": recall, **sizes}
-    job = about | {"fingerprint": record.fingerprint, "windows per pass": batch_size, "dtype": str(torch_dtype)}
+    dtype_name = str(torch_dtype).removeprefix("torch.")
+    job = about | {"fingerprint": record.fingerprint, "windows per pass": batch_size, "dtype": dtype_name}
     if processes.is_first:
         size = f"of width {hidden}" if hidden else "of adaptive width"
         note(f"training {shape.num_layers} predictors {size} for {record.name} on {torch_device}")
     with connected(processes, torch_device), training_files(place.path, job, resume, processes) as files:
+        processes.require_same("model, options or dtype", str(job), torch_device)
         sampling = files.sampling(processes)
         found = sampling.read() if resume else None
         existing = processes.first_says(found is not None, torch_device)
@@ -192,6 +198,7 @@ def main(
             batches = windows_of(corpus, split, tokenizer, window, batch_size)
             return masked_perplexity(hf_model, shape, predictors, batches, processes)
 
+        dense = perplexity(None, "held-out")  # before the training, which would be for nothing if this fails
         total = shape.num_layers * epochs * len(store.layer("training", 0))
         with progress_bar("training", total, "samples") as progress:
             trainer = LayerTrainer(store, checkpoint, options, files, processes, progress.advance)
@@ -200,7 +207,7 @@ def main(
             else:
                 before = perplexity(None, "calibration")
                 outcome = train_adaptively(trainer, goal, lambda layers: perplexity(layers, "calibration") / before - 1)
-        dense, predicted = perplexity(None, "held-out"), perplexity(outcome.layers, "held-out")
+        predicted = perplexity(outcome.layers, "held-out")
         if not processes.is_first:
             return
         predictors = predictor_set(outcome.layers, record.fingerprint)

@@ -45,7 +45,7 @@ def compare_kinds(
     weights = rounded_to_bits(trained.fc1, 8), rounded_to_bits(trained.fc2, 8)
     share = Q8_0_BYTES * wider * (hidden + splits[0].neurons) / mlp_bytes
     found["MLP from the map, Q8_0"] = share, recall_at(_of_mlp(*weights), held_out, candidates)
-    for bits in (8, 4, 2):
+    for bits in (8, 4, 3, 2):
         share = (bits / 8 + 2 / BLOCK) * firing.weight.numel() / mlp_bytes
         copy = replace(firing, weight=rounded_to_bits(firing.weight, bits))
         found[f"copy in {bits} bits"] = share, recall_at(_of_map(copy), held_out, candidates)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from pi_toolkit.profiler.errors import CorpusError
+from pi_toolkit.profiler.errors import CheckpointError, CorpusError
 from pi_toolkit.profiler.hf_model import observe_ffn
 from pi_toolkit.profiler.model_families import FAMILIES, ModelShape
 from pi_toolkit.profiler.processes import Processes
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     import torch
 
     Weights = tuple[torch.Tensor, torch.Tensor]
+
+
+MOST_NATS = 700.0  # per token; exp(710) is beyond a float
 
 
 @contextmanager
@@ -66,7 +69,7 @@ def masked_perplexity(
     *predictors*, or dense without them.
 
     *batches*: token ids int64 [windows, tokens]. Several *processes* share them, and all get the result. Raises
-    ``CorpusError`` when no window has two tokens.
+    ``CorpusError`` when no window has two tokens, ``CheckpointError`` when the result is beyond a float or no number.
     """
     import torch
     from torch.nn.functional import cross_entropy
@@ -89,4 +92,9 @@ def masked_perplexity(
     loss, predictions = processes.sum(totals.to(device)).tolist()
     if not predictions:
         raise CorpusError("the corpus holds no window of at least two tokens: give a longer one")
+    if not loss / predictions < MOST_NATS:
+        raise CheckpointError(
+            f"the model's perplexity is beyond every number (a loss of {loss / predictions:.4g} nats per token), so its head "
+            "or its last norm is damaged or the type is too narrow: download the model again, or use --dtype float32"
+        )
     return math.exp(loss / predictions)

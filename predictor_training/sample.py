@@ -254,7 +254,7 @@ def collect_samples(
         if not len(store.layer(split, 0)):
             raise CorpusError(
                 f"the corpus has no {split} document (of every 40, the first is held out and three calibrate): give one "
-                "with at least 20 documents"
+                "with at least 20 documents (in a .txt file blank lines separate them)"
             )
 
 

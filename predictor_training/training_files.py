@@ -18,7 +18,7 @@ import click
 
 from pi_toolkit.profiler.errors import WorkspaceError
 from pi_toolkit.profiler.processes import Processes, ProcessesError
-from pi_toolkit.profiler.progress_file import ProgressError, ProgressFile, kept
+from pi_toolkit.profiler.progress_file import ProgressError, ProgressFile, kept, saved_job
 
 from .predictor import Quality
 from .train import TrainedLayer
@@ -78,6 +78,15 @@ def training_files(workspace: Path, job: dict[str, Any], resume: bool, processes
                 shutil.rmtree(directory, ignore_errors=True)
             raise
         shutil.rmtree(directory, ignore_errors=True)
+
+
+def job_under_way(workspace: Path) -> dict[str, Any]:
+    """What the training that was interrupted in *workspace* had been asked for; empty if nothing was saved."""
+    for pattern in ("sampling.*", "layer_*"):
+        for path in sorted((workspace / DIRECTORY).glob(pattern)):
+            if job := saved_job(path):
+                return job
+    return {}
 
 
 def _worth_keeping(error: BaseException) -> bool:

@@ -76,11 +76,11 @@ def main(
     from . import activation_stats
     from .atomic_write import check_writable
     from .corpus import corpus_name, documents, split_of
-    from .device import check_room, resolve_device, resolve_dtype
+    from .device import check_pass_room, check_room, resolve_device, resolve_dtype
     from .layer_by_layer import LayerByLayer
     from .processes import connected, this_process
     from .profile_result import ProfileResult
-    from .progress_file import ProgressFile
+    from .progress_file import ProgressFile, saved_job
     from .record import record_firings
     from .token_windows import check_window, document_windows, load_tokenizer
     from .whole_model import WholeModel
@@ -103,7 +103,9 @@ def main(
     texts = (text for i, text in enumerate(documents(corpus)) if split_of(i) != "held-out")
 
     torch_device = resolve_device(processes.local_device(device))
-    torch_dtype = resolve_dtype(dtype, torch_device, checkpoint.dtype(), shape.num_parameters())
+    progress_path = workspace.activation.with_name("activation.progress")
+    resumed_dtype = saved_job(progress_path).get("dtype") if resume else None
+    torch_dtype = resolve_dtype(dtype, torch_device, checkpoint.dtype(), shape.num_parameters(), resumed_dtype)
     dtype_name = str(torch_dtype).removeprefix("torch.")
     if processes.is_first:
         shared = f", shared by {processes.count} processes," if processes.count > 1 else ""
@@ -117,7 +119,7 @@ def main(
         "device": torch_device.type,
         "torch": torch.__version__,
     }
-    progress_file = ProgressFile(workspace.activation.with_name("activation.progress"), job, save_every)
+    progress_file = ProgressFile(progress_path, job, save_every)
     saved = progress_file.read() if resume else None
     tokenizer = load_tokenizer(checkpoint.directory, shape.vocabulary_size)
     windows = document_windows(texts, tokenizer, window, tokens)
@@ -129,12 +131,14 @@ def main(
     if low_memory:
         execution: LayerByLayer | WholeModel = LayerByLayer(checkpoint, torch_device, torch_dtype, window)
     else:
+        check_pass_room(shape, batch_size, window, tokens, torch_device, torch_dtype)
         check_room(shape.num_parameters() * torch_dtype.itemsize, torch_device)
         execution = WholeModel.load(checkpoint, torch_device, torch_dtype)
     with (
         connected(processes, torch_device),
         progress_bar("profiling", tokens, shown=processes.is_first) as progress,
     ):
+        processes.require_same("model, options or dtype", str((job, batch_size, low_memory)), torch_device)
         progress.advance(position.tokens)
         recording = record_firings(
             execution,

@@ -115,7 +115,7 @@ def _wikipedia_introductions() -> Iterator[str]:
 def _read_txt(path: Path) -> Iterator[str]:
     paragraph: list[str] = []
     try:
-        with path.open(encoding="utf-8") as lines:
+        with path.open(encoding="utf-8-sig") as lines:  # without the mark that Windows editors begin with
             for line in lines:
                 if line.strip():
                     paragraph.append(line)

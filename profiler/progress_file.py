@@ -114,6 +114,18 @@ class ProgressFile:
             context.meta.pop(_KEPT, None)
 
 
+def saved_job(path: Path) -> dict[str, Any]:
+    """The job of the progress at *path*; empty where nothing readable is, of which :meth:`ProgressFile.read` says more."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="numpy") as file:
+            job = json.loads((file.metadata() or {})["progress"])["job"]
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError, RecursionError):
+        return {}
+    return job if isinstance(job, dict) else {}
+
+
 def _keep(path: Path) -> None:
     if context := click.get_current_context(silent=True):
         context.meta[_KEPT] = path

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 # product adds an accidental zero now and then (underflow in half precision).
 ALLOWED_ZERO_SHARE_DIFFERENCE = 0.02
 _MOST_ROWS = 2**15 - 1  # that an int16 can count
+# Compared at once on a CPU, so that zeros and ones are summed before they leave its cache, but of this many tokens at least.
+_NUMBERS_IN_CACHE, _LEAST_ROWS = 2**18, 32
 FEW_ZEROS = 0.05  # a smooth activation has accidental ones; squared ReLU has as many as ReLU
 
 
@@ -61,9 +63,7 @@ class FiringCounter:
         self.counts = torch.zeros(HALVES, sum(shape.ffn_sizes), dtype=torch.int64, device=device)
         self._layers = self.counts.split(list(shape.ffn_sizes), dim=1)
         self._threshold, self._first_half_tokens = shape.activation_threshold, 0
-        self._fires: torch.Tensor | None = (
-            None  # of the tensor just counted; memory that is new each time costs page faults
-        )
+        self._fires: torch.Tensor | None = None  # of rows just counted; memory that is new each time costs page faults
 
     def expect(self, batch: WindowBatch) -> None:
         """The next tensors that are counted belong to *batch*."""
@@ -75,13 +75,16 @@ class FiringCounter:
 
         # Into integers as wide as the numbers: torch's comparison into bool is five times slower (BF16 on a CPU).
         integer = torch.int32 if pre_activation.itemsize == 4 else torch.int16
-        if self._fires is None or self._fires.shape != pre_activation.shape or self._fires.dtype != integer:
-            self._fires = torch.empty_like(pre_activation, dtype=integer)
-        fires, cut = self._fires, self._first_half_tokens
-        torch.gt(pre_activation, self._threshold, out=fires)
-        for half, rows in enumerate((fires[:cut], fires[cut:])):
-            for part in rows.split(_MOST_ROWS):
-                self._layers[layer][half] += _column_sums(part)
+        columns, cut = pre_activation.shape[1], self._first_half_tokens
+        at_once = _MOST_ROWS if pre_activation.is_cuda else max(_LEAST_ROWS, _NUMBERS_IN_CACHE // columns)
+        rows = min(at_once, _MOST_ROWS, len(pre_activation))
+        if self._fires is None or self._fires.shape != (rows, columns) or self._fires.dtype != integer:
+            self._fires = pre_activation.new_empty((rows, columns), dtype=integer)
+        for half, tokens in enumerate((pre_activation[:cut], pre_activation[cut:])):
+            for part in tokens.split(rows):
+                fires = self._fires[: len(part)]
+                torch.gt(part, self._threshold, out=fires)
+                self._layers[layer][half] += _column_sums(fires)
 
 
 def _column_sums(fires: "torch.Tensor") -> "torch.Tensor":
@@ -166,7 +169,10 @@ def record_firings(
         if round_counts is not None:
             round_counts.copy_(counter.counts)
     if position.tokens == 0:
-        raise CorpusError("the corpus holds no text outside its held-out documents: give a longer one")
+        raise CorpusError(
+            "the corpus holds no text outside its held-out documents, of which the first is one: give it more documents "
+            "(in a .txt file blank lines separate them)"
+        )
     processes.require_same("text", str(position.to_json()), execution.device)
     total = processes.sum(counter.counts).cpu()
     seconds = time.perf_counter() - began

@@ -185,7 +185,7 @@ def test_refusal_changes_nothing(tmp_path: Path, workspace: Path, corpus: Path, 
     [
         *("--tokens=0", "--tokens=abc", "--recall=1.5", "--recall=nan", "--recall=0", "--recall=1", "--recall=high"),
         *("--learning-rate=0", "--learning-rate=nan", "--learning-rate=inf", "--hidden=0", "--epochs=0", "--seed=-1"),
-        *("--learning-rate=1e300", f"--hidden={2**20 + 1}", f"--seed={2**63}"),
+        *("--learning-rate=1e300", f"--hidden={2**20 + 1}", f"--seed={2**63}", "--window=1"),
     ],
 )
 def test_malformed_option_is_a_usage_error(workspace: Path, refuses: Refuses, option: str) -> None:
@@ -244,6 +244,30 @@ def test_damaged_model_is_named_before_the_training(
     write_model(Workspace(tmp_path / "pi"), describe(str(directory), None, Checkpoint(directory)))
     assert "the FFN of layer 1 computes values that are not finite" in refuses(main, tmp_path / "pi", *quick)
     assert {path.name for path in (tmp_path / "pi").iterdir()} == {"model.json"}
+
+
+@pytest.mark.parametrize("hidden", [[], ["--hidden", "32"]])
+def test_damaged_head_is_named_before_the_training(
+    tmp_path: Path,
+    corpus: Path,
+    quick: list[object],
+    refuses: Refuses,
+    monkeypatch: pytest.MonkeyPatch,
+    hidden: list[object],
+) -> None:
+    """Prevents hours of training that end in a traceback, because no number holds the perplexity."""
+    from pi_toolkit.profiler.workspace import describe, write_model
+
+    directory = save_family(tmp_path / "model", "llama")
+    tensors = load_file(directory / "model.safetensors")
+    monkeypatch.setattr("pi_toolkit.predictor_training.adaptive_training.train_layer", None)
+    for factor in (1e6, float("nan")):
+        tensors["lm_head.weight"] = tensors["lm_head.weight"] * factor
+        save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+        place = tmp_path / f"{factor}-pi"
+        write_model(Workspace(place), describe(str(directory), None, Checkpoint(directory)))
+        assert "the model's perplexity is beyond every number (a loss of " in refuses(main, place, *quick, *hidden)
+        assert {path.name for path in place.iterdir()} == {"model.json"}
 
 
 def test_file_in_place_of_the_predictors_is_left_alone(workspace: Path, quick: list[object], refuses: Refuses) -> None:

@@ -2,10 +2,8 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,19 +13,15 @@ import torch
 from click.testing import CliRunner
 
 from pi_toolkit.predictor_training.cli import main
+from pi_toolkit.profiler.checkpoint import Checkpoint
 from pi_toolkit.profiler.cli import main as pi_profile
 from pi_toolkit.profiler.progress_file import ProgressFile
+from random_kills import WORKSPACE, kill_at_random
 from tiny_models import save_family
 
 WORDS = "the cat sat on a mat with dogs and birds near rivers while rain fell over old towns".split()
 PLAIN = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
 ONE_THREAD = PLAIN | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-# Saves the sampling after every batch, and takes its time, so that there is something to kill.
-SLOW = (
-    "import time\nfrom pi_toolkit.profiler.progress_file import ProgressFile\n"
-    "ProgressFile.due = lambda self: time.sleep(0.02) or True\n"
-    "from pi_toolkit.predictor_training.cli import main\nmain()"
-)
 
 
 @pytest.fixture(scope="module")
@@ -83,46 +77,18 @@ def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
             assert all(torch.equal(found[name][key], weights[key]) for key in weights)
 
 
-def start(workspace: Path, options: list[str], *more: str) -> "subprocess.Popen[str]":
-    command = [sys.executable, "-c", SLOW, str(workspace), *options, *more]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ONE_THREAD)
-
-
-def kill_when(process: "subprocess.Popen[str]", condition: Callable[[], object]) -> None:
-    """SIGKILL as soon as *condition* holds."""
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-
-
-def finished(place: Path, layer: int) -> list[Path]:
-    """The saved predictors of *layer*; one that is being written ends in ``.new``."""
-    return [path for path in place.glob(f"layer_{layer}.*") if path.suffix != ".new"]
-
-
-def test_killed_training_is_resumed(tmp_path: Path, workspace: Path, options: list[str]) -> None:
-    """Hours of work lost with a kill, samples counted twice, other predictors than without it, gigabytes left behind."""
+def test_kills_at_random_moments_change_no_predictor(tmp_path: Path, workspace: Path, options: list[str]) -> None:
+    """Samples counted twice, half a predictor taken for a whole one, other predictors than without a kill, gigabytes left
+    behind."""
     import shutil
 
-    whole = shutil.copytree(workspace, tmp_path / "whole")
-    process = start(whole, options)
-    assert process.wait(timeout=120) == 0, process.communicate()
-    place = workspace / "training-progress"
-    kill_when(start(workspace, options), lambda: (place / "sampling.0").exists())
-    assert not (workspace / "predictor").exists()
-    kill_when(start(workspace, options, "--resume"), lambda: finished(place, 0))
-    (first,) = finished(place, 0)
-    saved_at = first.stat().st_mtime_ns
-    kill_when(start(workspace, options, "--resume"), lambda: finished(place, 1))
-    assert first.stat().st_mtime_ns == saved_at, "trained again"
-    last = start(workspace, options, "--resume")
-    assert last.wait(timeout=120) == 0, last.communicate()
-    assert_equal(predictors(workspace), predictors(whole))
-    assert {path.name for path in workspace.iterdir()} == {"model.json", "activation", "predictor"}
+    whole, killed = (shutil.copytree(workspace, tmp_path / name) for name in ("whole", "killed"))
+    given = [WORKSPACE, *options]
+    moments = kill_at_random("pi_toolkit.predictor_training.cli", given, whole, killed, kills=5, seed=0)
+    assert_equal(predictors(killed), predictors(whole))
+    assert {path.relative_to(killed) for path in killed.rglob("*")} == {
+        p.relative_to(whole) for p in whole.rglob("*")
+    }, moments
 
 
 def test_two_processes_train_the_predictors_of_one(tmp_path: Path, workspace: Path, options: list[str]) -> None:
@@ -182,6 +148,29 @@ def test_other_options_are_no_continuation(
     assert result.exit_code == 1 and "give the same options, or run the command again without --resume" in result.stderr
     monkeypatch.undo()
     assert run(main, workspace, *options, "--recall", "0.9").exit_code == 0
+
+
+def test_a_resumed_training_keeps_its_dtype(
+    model: Path, workspace: Path, options: list[str], monkeypatch: pytest.MonkeyPatch, run: Callable[..., Any]
+) -> None:
+    """A refusal because less memory is free than when the training began."""
+    monkeypatch.setattr(ProgressFile, "due", lambda _self: True)
+
+    def interrupt(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("pi_toolkit.predictor_training.adaptive_training.train_layer", interrupt)
+        assert run(main, workspace, *options).exit_code == 1
+    (saved,) = (workspace / "training-progress").glob("sampling.*")
+    sampled_at = saved.stat().st_mtime_ns
+    weights = 4 * Checkpoint(model).shape.num_parameters()
+    monkeypatch.setattr("pi_toolkit.profiler.device._free_bytes", lambda: weights + 1)
+    refused = run(main, workspace, *options, "--dtype", "bfloat16", "--resume")
+    assert refused.exit_code == 1 and "was saved with dtype 'float32'" in refused.stderr
+    assert saved.stat().st_mtime_ns == sampled_at
+    result = run(main, workspace, *options, "--resume")
+    assert result.exit_code == 0, result.stderr
 
 
 def test_two_trainings_of_one_workspace_are_refused(workspace: Path, options: list[str], refuses: Any) -> None:

@@ -86,6 +86,13 @@ def test_paragraphs_separated_by_many_blank_lines(tmp_path: Path) -> None:
     assert [text.strip() for text in documents(str(path))] == ["a\nb", "c", "d"]
 
 
+def test_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+    """Prevents a token of its own from the mark with which Windows editors begin a file."""
+    path = tmp_path / "corpus.txt"
+    path.write_bytes(b"\xef\xbb\xbfa\r\n\r\nb\r\n")
+    assert list(documents(str(path))) == ["a\n", "b\n"]
+
+
 def test_datasets_are_streamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prevents downloading all 20 GB of Wikipedia for a million tokens: parquet files take the same path."""
     opened: list[Any] = []

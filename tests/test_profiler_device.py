@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from pi_toolkit.profiler import device as device_module
-from pi_toolkit.profiler.device import DeviceError, resolve_device, resolve_dtype
+from pi_toolkit.profiler.device import DeviceError, check_pass_room, resolve_device, resolve_dtype
+from pi_toolkit.profiler.model_families import read_shape
+from tiny_models import llama_config
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -60,3 +62,37 @@ def test_free_memory_is_measured() -> None:
     """Prevents the fallback of 16 GiB from being used where the machine can be asked."""
     assert 2**26 < device_module._free_bytes() < 2**50
     assert device_module._free_bytes() % 1024 == 0
+
+
+@pytest.mark.parametrize(
+    ("device", "resumed", "expected"),
+    [
+        (CPU, "float32", torch.float32),
+        (CPU, "bfloat16", torch.bfloat16),
+        (CPU, "float16", torch.bfloat16),
+        (CUDA, "bfloat16", torch.bfloat16),
+        (CUDA, "float16", torch.float16),
+        (CUDA, "nn", torch.float32),
+        (CPU, ["float32"], torch.bfloat16),
+    ],
+)
+def test_a_resumed_job_keeps_its_dtype(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device, resumed: object, expected: torch.dtype
+) -> None:
+    """Prevents another type half-way, F16 products on a CPU, and whatever a damaged file says from being used."""
+    monkeypatch.setattr(device_module, "_free_bytes", lambda: 1000)
+    assert resolve_dtype("auto", device, torch.float32, 126, resumed) == expected
+    assert resolve_dtype("float32", device, torch.float32, 126, resumed) == torch.float32
+
+
+def test_a_pass_larger_than_the_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prevents a process that the system kills without a word, minutes after a slip in --batch-size."""
+    shape = read_shape(llama_config().to_dict())
+    per_window = 2 * 16 * (96 + 32) * 4
+    monkeypatch.setattr(device_module, "_free_bytes", lambda: 5 * per_window)
+    check_pass_room(shape, 5, 16, 1000, CPU, torch.float32)
+    check_pass_room(shape, 10**9, 16, 5 * 16, CPU, torch.float32)
+    with pytest.raises(
+        DeviceError, match=r"^6 windows of 16 tokens at once take at least 96.0 KiB .*: lower --batch-size$"
+    ):
+        check_pass_room(shape, 10**9, 16, 5 * 16 + 1, CPU, torch.float32)

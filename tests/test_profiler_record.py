@@ -235,7 +235,7 @@ def test_a_fatrelu_model_with_another_threshold_is_refused(tmp_path: Path) -> No
 def test_no_token_at_all_is_refused(tmp_path: Path) -> None:
     """Prevents a workspace full of zeros from an empty corpus."""
     checkpoint, model = load(save_family(tmp_path, "opt"))
-    with pytest.raises(CorpusError, match="holds no text outside its held-out documents: give a longer one"):
+    with pytest.raises(CorpusError, match=r"holds no text outside its held-out documents, .*: give it more documents"):
         record_firings(model, checkpoint.shape, iter(()))
 
 
@@ -264,7 +264,7 @@ def test_a_missing_package_is_not_the_models_fault(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("tokens", "neurons"), [(1, 1), (7, 3), (40, 96), (70_000, 4)])
+@pytest.mark.parametrize(("tokens", "neurons"), [(1, 1), (7, 3), (40, 96), (700, 999), (70_000, 4)])
 def test_counter_equals_a_comparison_of_every_number(dtype: torch.dtype, tokens: int, neurons: int) -> None:
     """Prevents columns that run over into their neighbours, a threshold that is rounded, and -0 or NaN that fire."""
     shape = replace(read_shape(llama_config().to_dict()), ffn_sizes=(2, neurons), activation_threshold=0.01)

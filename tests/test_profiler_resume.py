@@ -1,10 +1,6 @@
 """A profile that was killed and resumed is the profile of a run that was not, and nothing of the interruption is left."""
 
 import json
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,8 +9,10 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from pi_toolkit.profiler.checkpoint import Checkpoint
 from pi_toolkit.profiler.cli import main
 from pi_toolkit.profiler.workspace import Workspace
+from random_kills import WORKSPACE, kill_at_random
 from tiny_models import save_family
 
 WORDS = "the cat sat on a mat with dogs and birds near rivers while rain fell over old towns".split()
@@ -88,21 +86,16 @@ def test_resuming_at_any_step_gives_the_counts_of_one_run(
     assert contents(tmp_path / "pi") == contents(uninterrupted)
 
 
-def test_kill_9_costs_little_and_leaves_nothing(tmp_path: Path, model: Path, corpus: Path, uninterrupted: Path) -> None:
-    """Prevents what only a real kill shows: half a file under its name, temporary files, a lock that stays."""
-    out, progress = tmp_path / "pi", tmp_path / "pi" / "activation.progress"
-    code = "from pi_toolkit.profiler.cli import main; main()"
-    for moment in (0.0, 0.05):
-        before = progress.stat().st_mtime_ns if progress.exists() else 0
-        command = [sys.executable, "-c", code, *arguments(model, corpus, out), "--batch-size", "1", "--resume"]
-        with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
-            while process.poll() is None and (not progress.exists() or progress.stat().st_mtime_ns == before):
-                time.sleep(0.002)
-            time.sleep(moment)
-            process.send_signal(signal.SIGKILL)
-    result = CliRunner().invoke(main, [*arguments(model, corpus, out), "--resume"])
-    assert result.exit_code == 0, result.output
-    assert contents(out) == contents(uninterrupted)
+@pytest.mark.parametrize("low_memory", [False, True])
+def test_kills_at_random_moments_cost_little_and_leave_nothing(
+    tmp_path: Path, model: Path, corpus: Path, uninterrupted: Path, low_memory: bool
+) -> None:
+    """Prevents what only real kills show: half a file under its name, temporary files, a lock that stays, a moment at which
+    counts and position do not belong together."""
+    given = [*arguments(model, corpus, Path(WORKSPACE)), *(["--low-memory"] if low_memory else ["--batch-size", "1"])]
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    moments = kill_at_random("pi_toolkit.profiler.cli", given, whole, killed, kills=5, seed=int(low_memory))
+    assert contents(killed) == contents(whole) == contents(uninterrupted), moments
 
 
 def test_low_memory_progress_serves_an_ordinary_run(
@@ -165,6 +158,22 @@ def test_progress_of_other_options_model_or_text_is_refused(
     assert contents(tmp_path / "pi") == saved
 
 
+def test_a_resumed_run_keeps_its_dtype(
+    tmp_path: Path, model: Path, corpus: Path, uninterrupted: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prevents a refusal, "was saved with dtype float32", because less memory is free than when the run began."""
+    with monkeypatch.context() as patch, pytest.raises(Stopped):
+        stop_after(patch, 3)
+        CliRunner().invoke(main, arguments(model, corpus, tmp_path / "pi"))
+    weights = 4 * Checkpoint(model).shape.num_parameters()
+    monkeypatch.setattr("pi_toolkit.profiler.device._free_bytes", lambda: weights + 1)
+    result = CliRunner().invoke(main, [*arguments(model, corpus, tmp_path / "pi"), "--resume"])
+    assert result.exit_code == 0 and "in float32" in result.stderr
+    assert contents(tmp_path / "pi") == contents(uninterrupted)
+    result = CliRunner().invoke(main, [*arguments(model, corpus, tmp_path / "other"), "--resume"])
+    assert result.exit_code == 0 and "in bfloat16" in result.stderr, "nothing was resumed"
+
+
 def test_interrupted_run_says_how_to_go_on(
     tmp_path: Path, model: Path, corpus: Path, refuses: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -195,7 +204,6 @@ def test_the_profile_of_another_model_is_refused(
 ) -> None:
     """Prevents counts of a model of the same shape with other weights from being placed, compared or replaced."""
     from pi_toolkit.profiler import activation_stats
-    from pi_toolkit.profiler.checkpoint import Checkpoint
     from pi_toolkit.profiler.errors import FingerprintMismatchError
 
     other = save_family(tmp_path / "other", "llama", seed=1)
