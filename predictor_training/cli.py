@@ -186,7 +186,7 @@ def main(
         tokenizer = load_tokenizer(checkpoint.directory, shape.vocabulary_size)
         position = found.position if found and existing else None
         with progress_bar("sampling", tokens) as progress:
-            collect_samples(
+            files.text = collect_samples(
                 hf_model, store, corpus, tokenizer, window, batch_size, progress.advance, processes, sampling, position
             )
         processes.wait(torch_device)

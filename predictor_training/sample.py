@@ -5,6 +5,7 @@ memory of one batch: the input in BF16 (the residual stream of large models over
 """
 
 import errno
+import hashlib
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -23,6 +24,7 @@ from pi_toolkit.profiler.processes import Processes
 from pi_toolkit.profiler.progress_file import ProgressFile
 from pi_toolkit.profiler.record import verify_activation
 from pi_toolkit.profiler.token_windows import token_windows, window_batches
+from pi_toolkit.profiler.window_batch import other_text
 
 if TYPE_CHECKING:
     import torch
@@ -224,38 +226,44 @@ def collect_samples(
     advance: Callable[[int], None] = lambda _: None,
     processes: Processes | None = None,
     done: ProgressFile | None = None,
-    position: dict[str, int] | None = None,
-) -> None:
-    """Fill *store* from *corpus*, document by document into its split.
+    position: dict[str, Any] | None = None,
+) -> str:
+    """Fill *store* from *corpus*, document by document into its split; returns a digest of all token ids.
 
     Several *processes* with the same files take turns batch by batch. How far this one is goes to *done*; batches before
     *position*, read from there, were put by an earlier run. Raises ``CorpusError`` when a split stays empty, which happens
-    with fewer than about twenty documents, and what :func:`verify_activation` does on the first window.
+    with fewer than about twenty documents, ``ProgressError`` when the earlier run read another text, and what
+    :func:`verify_activation` does on the first window.
     """
-    processes, position = processes or Processes(), position or {}
-    verified = False
+    processes, before = processes or Processes(), dict(position or {})
+    digest_before, digest = before.pop("digest", None), hashlib.blake2b(digest_size=16)
+    passed, verified = dict.fromkeys(SPLITS, 0), False
     for split in SPLITS:
         texts = (text for index, text in enumerate(documents(corpus)) if split_of(index) == split)
         windows = token_windows(texts, tokenizer, window, store.room(split))
-        seen = 0
         for number, batch in enumerate(window_batches(windows, batch_size, store.shape.vocabulary_size)):
-            mine = number % processes.count == processes.rank
-            if mine and seen >= position.get(split, 0):
+            seen, mine = passed[split], number % processes.count == processes.rank
+            digest.update(batch.numpy().tobytes())
+            passed[split] += batch.numel()
+            if mine and seen >= before.get(split, 0):
                 if not verified:
                     verify_activation(model, store.shape, batch[:1])
                     verified = True
                 _put_batch(model, store, split, seen, batch)
                 if done and done.due():
-                    done.save({}, {**position, split: seen + batch.numel()})
-            seen += batch.numel()
+                    done.save({}, {**passed, "digest": digest.hexdigest()})
+            elif passed == before and digest.hexdigest() != digest_before:
+                raise other_text()
             store.advance(split, batch.numel())
             advance(batch.numel())
-        position = {**position, split: seen}
+        if passed[split] < before.get(split, 0):
+            raise other_text()
         if not len(store.layer(split, 0)):
             raise CorpusError(
                 f"the corpus has no {split} document (of every 40, the first is held out and three calibrate): give one "
                 "with at least 20 documents (in a .txt file blank lines separate them)"
             )
+    return digest.hexdigest()
 
 
 def _put_batch(model: Any, store: SampleStore, split: Split, start: int, batch: "torch.Tensor") -> None:

@@ -19,6 +19,7 @@ import click
 from pi_toolkit.profiler.errors import WorkspaceError
 from pi_toolkit.profiler.processes import Processes, ProcessesError
 from pi_toolkit.profiler.progress_file import ProgressError, ProgressFile, kept, saved_job
+from pi_toolkit.profiler.window_batch import other_text
 
 from .predictor import Quality
 from .train import TrainedLayer
@@ -27,21 +28,26 @@ DIRECTORY = "training-progress"
 
 
 class TrainingFiles:
-    """The files of one *job* in *directory*."""
+    """The files of one *job* in *directory*; ``text`` is the digest of what was sampled, once that is known."""
 
     def __init__(self, directory: Path, job: dict[str, Any], resumed: bool) -> None:
-        self.directory, self._job, self.resumed = directory, job, resumed
+        self.directory, self._job, self.resumed, self.text = directory, job, resumed, ""
 
     def sampling(self, processes: Processes) -> ProgressFile:
         """How far this process has sampled."""
         return ProgressFile(self.directory / f"sampling.{processes.rank}", self._job | {"processes": processes.count})
 
     def read_layer(self, layer: int, name: str) -> TrainedLayer | None:
-        """The predictor of *layer* that was trained as *name* says, if it is finished."""
+        """The predictor of *layer* that was trained as *name* says, if it is finished.
+
+        Raises ``ProgressError`` when it was trained on another text.
+        """
         progress = self._file(layer, name).read()
         if progress is None:
             return None
         about = progress.position
+        if about.get("text") != self.text:
+            raise other_text()
         fc1, fc2 = (progress.tensors[key].float() for key in ("fc1", "fc2"))
         quality, calibration = (Quality(**about[key]) for key in ("quality", "calibration"))
         return TrainedLayer(fc1, fc2, quality, calibration, about["threshold"])
@@ -49,7 +55,7 @@ class TrainingFiles:
     def write_layer(self, layer: int, name: str, trained: TrainedLayer) -> None:
         about = {key: asdict(getattr(trained, key)) for key in ("quality", "calibration")}
         weights = {"fc1": trained.fc1.half(), "fc2": trained.fc2.half()}
-        self._file(layer, name).save(weights, about | {"threshold": trained.threshold})
+        self._file(layer, name).save(weights, about | {"threshold": trained.threshold, "text": self.text})
 
     def _file(self, layer: int, name: str) -> ProgressFile:
         return ProgressFile(self.directory / f"layer_{layer}.{name}", self._job)

@@ -100,8 +100,13 @@ def skip(windows: Iterator[Window], saved: dict[str, Any]) -> Position:
         if position.windows == saved["windows"]:
             break
     if position.to_json() != saved:
-        raise ProgressError(
-            "the corpus does not begin with the text that the saved progress was made on: give the same corpus, or run the "
-            "command again without --resume"
-        )
+        raise other_text()
     return position
+
+
+def other_text() -> ProgressError:
+    """What to say of saved progress that was made on another text than is there now."""
+    return ProgressError(
+        "the corpus does not begin with the text that the saved progress was made on: give the same corpus, or run the "
+        "command again without --resume"
+    )

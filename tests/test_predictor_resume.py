@@ -150,6 +150,46 @@ def test_other_options_are_no_continuation(
     assert run(main, workspace, *options, "--recall", "0.9").exit_code == 0
 
 
+@pytest.mark.parametrize("sampling_saved", [True, False])
+def test_another_text_is_no_continuation(
+    workspace: Path,
+    corpus: Path,
+    options: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    run: Callable[..., Any],
+    sampling_saved: bool,
+) -> None:
+    """Samples, or layers, of two texts in one set of predictors, because a file was replaced by another of its name."""
+    from pi_toolkit.predictor_training import adaptive_training
+
+    text = workspace.parent / corpus.name
+    text.write_text(corpus.read_text())
+    given = [str(text) if option == str(corpus) else option for option in options]
+    monkeypatch.setattr(ProgressFile, "due", lambda _self: sampling_saved)
+    train = adaptive_training.train_layer
+
+    def interrupted(*arguments: Any) -> Any:
+        monkeypatch.setattr(adaptive_training, "train_layer", interrupt)
+        return train(*arguments)
+
+    def interrupt(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(adaptive_training, "train_layer", interrupted)
+    assert run(main, workspace, *given).exit_code == 1
+    saved = {path.name for path in (workspace / "training-progress").iterdir()}
+    assert any(name.startswith("layer_0") for name in saved) and ("sampling.0" in saved) == sampling_saved
+    for other in (text.read_text().replace("cat", "dog"), text.read_text()[: len(text.read_text()) // 2]):
+        text.write_text(other)
+        refused = run(main, workspace, *given, "--resume")
+        assert refused.exit_code == 1
+        assert "the corpus does not begin with the text that the saved progress was made on" in refused.stderr
+    assert {path.name for path in (workspace / "training-progress").iterdir()} == saved
+    text.write_text(corpus.read_text())
+    monkeypatch.setattr(adaptive_training, "train_layer", train)
+    assert run(main, workspace, *given, "--resume").exit_code == 0
+
+
 def test_a_resumed_training_keeps_its_dtype(
     model: Path, workspace: Path, options: list[str], monkeypatch: pytest.MonkeyPatch, run: Callable[..., Any]
 ) -> None:
