@@ -31,7 +31,8 @@ types: .venv/installed
 	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet --disable-pip-version-check '.[demo,test]'
 	touch $@
 
-# A check on a GPU, without a network, in less than ten minutes. The toolkit, and what a machine with PyTorch is likely to lack, are
+# A check on a GPU, without a network, in less than ten minutes. What takes too long is stopped so that it says what failed so
+# far, or where it hangs. The toolkit, and what a machine with PyTorch is likely to lack, are
 # installed into a folder of their own, from the wheels that `make gpu-wheels` fetched on another machine.
 GPU_PYTHON ?= python3
 GPU_PYTHON_VERSION ?= 3.12
@@ -60,9 +61,10 @@ gpu-check: $(GPU_SITE)/installed
 	mkdir -p $(GPU_OUT)
 	export PYTHONPATH=$(GPU_SITE) PYTHONUNBUFFERED=1; \
 	workers=$$($(GPU_PYTHON) -c 'import xdist' 2>/dev/null && echo '-n 8'); \
-	cd tests && timeout 180 $(GPU_PYTHON) -m pytest -q -p no:cacheprovider $$workers test_gpu_*.py; tests=$$?; cd ..; \
-	timeout 290 $(GPU_PYTHON) -m pi_toolkit.runtime.gpu_check --seconds 240 --trace $(GPU_OUT)/trace.json \
-		-o $(GPU_OUT)/gpu-check.json $(GPU_OPTIONS) && exit $$tests
+	cd tests && OMP_NUM_THREADS=2 timeout -s INT -k 10 180 $(GPU_PYTHON) -m pytest -q -p no:cacheprovider $$workers \
+		test_gpu_*.py; tests=$$?; cd ..; \
+	timeout -s ABRT -k 10 290 $(GPU_PYTHON) -X faulthandler -m pi_toolkit.runtime.gpu_check --seconds 240 \
+		--trace $(GPU_OUT)/trace.json -o $(GPU_OUT)/gpu-check.json $(GPU_OPTIONS) && exit $$tests
 
 clean:
 	rm -rf .venv build demo

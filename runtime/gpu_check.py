@@ -110,73 +110,94 @@ def check(options: CheckOptions, trace: Path | None, save: Callable[[dict[str, A
     from .gpu_check_measure import copy_bytes_per_second
 
     began = time.perf_counter()
-    copy_bytes = COPY_BYTES if options.device.type == "cuda" else 2**24
     result: dict[str, Any] = machine_facts(options)
-    result["copy_bytes_per_second"] = copy_bytes_per_second(options.device, copy_bytes)
-    result["models"], result["offload"] = [], []
+    result["copy_bytes_per_second"], result["models"], result["offload"] = None, [], []
 
     def left() -> float:
         return options.seconds - (time.perf_counter() - began)
 
-    first = True
+    def keep() -> None:
+        save(result | {"seconds": time.perf_counter() - began})
+
+    copy_bytes = COPY_BYTES if options.device.type == "cuda" else 2**24
+    result |= guarded(lambda: {"copy_bytes_per_second": copy_bytes_per_second(options.device, copy_bytes)}, "copy")
     for kind in options.kinds:
         for percent in options.budgets:
-            case = {"kind": kind, "budget_percent": percent}
+            case: dict[str, Any] = {"kind": kind, "budget_percent": percent}
+            result["models"].append(case)
             if left() <= 0:
-                result["models"].append(case | {"not_measured": "out of time"})
+                case["not_measured"] = "out of time"
                 continue
             note(f"{kind}, {percent} % of the weights on the GPU ({left():.0f} s left)")
-            case |= guarded(lambda k=kind, p=percent, t=trace if first else None: measure_model(options, k, p, t, left))  # type: ignore[misc]
-            first = False
-            result["models"].append(case)
+            trace_file = trace if case is result["models"][0] else None
+            case |= guarded(lambda c=case, t=trace_file: measure_model(options, c, t, left, keep))  # type: ignore[misc]
+            keep()
             free()
-            save(result)
         if kind == "float16":
             for percent in sorted(options.budgets):
                 result["offload"].append({"budget_percent": percent} | measure_offload(options, percent, left))
+                keep()
                 free()
-                save(result)
     result["seconds"] = time.perf_counter() - began
     save(result)
     return result
 
 
 def measure_model(
-    options: CheckOptions, kind: Kind, percent: int, trace_file: Path | None, left: Callable[[], float]
+    options: CheckOptions,
+    case: dict[str, Any],
+    trace_file: Path | None,
+    left: Callable[[], float],
+    keep: Callable[[], None],
 ) -> dict[str, Any]:
-    """One type of weights under one budget."""
+    """One type of weights under one budget: adds to *case* what is found, and calls *keep* after each mode."""
     from . import gpu_check_measure as measuring
     from .decoder import Decoder
 
-    plan, placed = plan_for(options, kind, percent)
-    began = time.perf_counter()
-    weights = SyntheticModel(options.size, kind, plan, options.density).weights()
-    case: dict[str, Any] = placed | {"loading_seconds": time.perf_counter() - began}
+    plan, placed = plan_for(options, case["kind"], case["budget_percent"])
+    before, began = allocated_bytes(options), time.perf_counter()
+    weights = SyntheticModel(options.size, case["kind"], plan, options.density).weights()
+    case |= placed | {"loading_seconds": time.perf_counter() - began, "modes": {}}
     if options.device.type == "cuda":
-        import torch
+        case["gpu_allocated_bytes"] = allocated_bytes(options) - before
+    shape = options.size.shape
 
-        case["gpu_allocated_bytes"] = torch.cuda.memory_allocated(options.device)
-    shape, case["modes"] = options.size.shape, {}
+    def decoding(decoder: Decoder) -> dict[str, Any]:
+        return measuring.tokens_per_second(decoder, options.most_tokens, options.run_seconds)
+
+    def anew(decoder: Decoder) -> dict[str, Any]:
+        with measuring.launched_anew(decoder):
+            return decoding(decoder)
+
     for mode in MODES:
+        figures: dict[str, Any] = {}
+        case["modes"][mode] = figures
         if left() <= 0:
-            case["modes"][mode] = {"not_measured": "out of time"}
+            figures["not_measured"] = "out of time"
             continue
         runs: ModelWeights = all_candidates_fire(weights) if mode == "predicted" else weights
         decoder = Decoder(shape, runs, 1, options.size.context, mode, options.threads)
-        best = measuring.tokens_per_second(decoder, options.most_tokens, options.run_seconds)
-        figures: dict[str, Any] = {"path": measuring.path_of(decoder)} | best
+        figures |= guarded(lambda d=decoder: decoding(d))  # type: ignore[misc]
+        figures["path"] = measuring.path_of(decoder)
+        keep()
         if figures["path"] == "graph":
-            with measuring.launched_anew(decoder):
-                figures["eager"] = measuring.tokens_per_second(decoder, options.most_tokens, options.run_seconds)
-            same = [a == b for a, b in zip(figures["token_ids"], figures["eager"]["token_ids"], strict=False)]
-            figures["graph_and_eager_agree"] = all(same)
+            figures["eager"] = guarded(lambda d=decoder: anew(d))  # type: ignore[misc]
+            texts = [found.get("token_ids", ()) for found in (figures, figures["eager"])]
+            if all(texts):
+                figures["graph_and_eager_agree"] = all(a == b for a, b in zip(*texts, strict=False))
         if trace_file is not None and mode == MODES[0]:
-            measuring.trace(decoder, trace_file)
+            figures |= guarded(lambda d=decoder, t=trace_file: measuring.trace(d, t), "trace")  # type: ignore[misc]
         del decoder
-        figures |= _parts(runs, options, mode)
-        case["modes"][mode] = figures
+        figures |= guarded(lambda r=runs, m=mode: _parts(r, options, m), "parts")  # type: ignore[misc]
+        keep()
         free()
-    return case
+    return {}
+
+
+def allocated_bytes(options: CheckOptions) -> int:
+    import torch
+
+    return torch.cuda.memory_allocated(options.device) if options.device.type == "cuda" else 0
 
 
 def _parts(weights: "ModelWeights", options: CheckOptions, mode: Mode) -> dict[str, Any]:
@@ -209,13 +230,15 @@ def measure_offload(options: CheckOptions, percent: int, left: Callable[[], floa
     return guarded(lambda: offload.offloaded_tokens_per_second(options.size, budget, options.device))
 
 
-def guarded(measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """A figure that cannot be had does not take the others with it, whatever the reason: it stays in the file."""
+def guarded(measure: Callable[[], dict[str, Any] | None], part: str = "") -> dict[str, Any]:
+    """A figure that cannot be had does not take the others with it, whatever the reason: it stays in the file. Of a *part*
+    of what is measured, under its name."""
     try:
-        return measure()
+        return measure() or {}
     except Exception as error:
         note(f"not measured: {error}")
-        return {"not_measured": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
+        lacking = {"not_measured": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
+        return {f"{part}_failed": lacking} if part else lacking
 
 
 def plan_for(options: CheckOptions, kind: Kind, percent: int) -> tuple[TierPlan, dict[str, Any]]:
@@ -284,7 +307,7 @@ def free() -> None:
     from .gpu_memory import free_cached_memory
 
     gc.collect()
-    free_cached_memory()
+    guarded(free_cached_memory)  # which repeats an error that a kernel has left
 
 
 def _write(path: Path, result: dict[str, Any]) -> None:
@@ -308,11 +331,12 @@ def _print(result: dict[str, Any]) -> None:
                 _figure(figures.get("tokens_per_second")),
                 _figure(figures.get("eager", {}).get("tokens_per_second")),
             ]
-            row += [_figure(hot, 1e9), _figure(hot, copy / 100, " %"), _figure(cold, 1e9), _figure(beside)]
+            share = 100 * hot / copy if copy and hot is not None else None
+            row += [_figure(hot, 1e9), _figure(share, 1.0, " %"), _figure(cold, 1e9), _figure(beside)]
             for name, value in zip(columns, row, strict=True):
                 columns[name].append(value)
     print_table({name: tuple(values) for name, values in columns.items()})
-    click.echo(f"copy within the memory {copy / 1e9:.0f} GB/s; {result['seconds']:.0f} s in all")
+    click.echo(f"copy within the memory {_figure(copy, 1e9)} GB/s; {result['seconds']:.0f} s in all")
 
 
 def _figure(value: float | None, unit: float = 1.0, sign: str = "") -> str:

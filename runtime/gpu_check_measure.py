@@ -20,7 +20,7 @@ from .kernels.native import multiply
 from .kernels.packed_matrix import row_bytes
 from .kernels.sparse_ffn_reference import Mode
 from .placed_ffn import PlacedFfn
-from .step_graphs import StepGraphs
+from .step_graphs import StepGraphs, capture_stream
 from .weights import LayerWeights, ModelWeights
 
 if TYPE_CHECKING:
@@ -190,9 +190,12 @@ def _captured(run: Callable[[], None], device: "torch.device") -> Callable[[], N
     import torch
 
     wait_for(device)
-    graph = torch.cuda.CUDAGraph()
+    graph, stream, current = torch.cuda.CUDAGraph(), capture_stream(device), torch.cuda.current_stream(device)
     try:
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        with (
+            torch.cuda.stream(current),  # which a failure would leave for the other
+            torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"),
+        ):
             run()
     except RuntimeError:
         return run

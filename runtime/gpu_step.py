@@ -14,6 +14,7 @@ from pi_toolkit.profiler.model_families import ModelShape
 from .kernels.sparse_ffn_reference import Mode
 from .kernels.triton_kernels import triton_kernels
 from .kv_cache import KeyValueCache
+from .overlap import FEWEST_STREAMED_TOKENS
 from .rotary import rotate
 from .step_graphs import StepGraphs
 from .weights import LayerWeights, ModelWeights
@@ -63,7 +64,8 @@ class GpuStep:
             inputs = self._filled(tokens, positions)
             longest = int(positions.max()) + 1
             end = min(-(-longest // KEY_MULTIPLE) * KEY_MULTIPLE, self.cache.context)
-            if self.graphs is None:
+            # Cold rows of many tokens may be sent over the bus, which the host has to help with in every step.
+            if self.graphs is None or (self.graphs.side and len(tokens) >= FEWEST_STREAMED_TOKENS):
                 return self._compute(inputs, first_slot, end, mode)
             key = (len(tokens), first_slot, end, mode)
             return self.graphs.run(key, lambda: self._compute(inputs, first_slot, end, mode))
@@ -87,6 +89,14 @@ class GpuStep:
         return inputs
 
     def _compute(self, inputs: StepInputs, first_slot: int, end: int, mode: Mode) -> "torch.Tensor":
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        # Not cuDNN's, which torch prefers on Hopper for types of two bytes: it makes a plan for every number of keys, and not
+        # every version of it can be captured with a mask of one's own.
+        with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
+            return self._layers(inputs, first_slot, end, mode)
+
+    def _layers(self, inputs: StepInputs, first_slot: int, end: int, mode: Mode) -> "torch.Tensor":
         residual, positions = inputs.embedded, inputs.positions
         allowed = self._allowed_keys(positions, end)
         rotation = None if self.rotation is None else tuple(part[positions][:, None] for part in self.rotation)

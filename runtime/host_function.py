@@ -6,6 +6,7 @@ must not use the GPU's interface and must not need Python.
 """
 
 import ctypes
+import os
 from dataclasses import dataclass
 
 from pi_toolkit.profiler.errors import HostFunctionError
@@ -36,9 +37,11 @@ def driver(is_hip: bool) -> HostFunctions | None:
     names, symbol = (["libcuda.so.1", "nvcuda.dll"], "cuLaunchHostFunc")
     if is_hip:
         names, symbol = ["libamdhip64.so", "libamdhip64.so.7", "libamdhip64.so.6"], "hipLaunchHostFunc"
-    for name in names:
+    # The library that torch has loaded comes first: a second copy of HIP's runtime knows nothing of torch's streams.
+    loaded = ctypes.DEFAULT_MODE | getattr(os, "RTLD_NOLOAD", 0)
+    for name, how in [(name, loaded) for name in names] + [(name, ctypes.DEFAULT_MODE) for name in names]:
         try:
-            library = ctypes.CDLL(name)
+            library = ctypes.CDLL(name, how)
             getattr(library, symbol)
         except (OSError, AttributeError):
             continue

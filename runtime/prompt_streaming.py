@@ -124,6 +124,7 @@ class PromptStream:
         num_bytes = len(some) * _neuron_bytes(cold)
 
         def carry() -> None:
+            self.side.fork()  # the buffers' memory may be that of tensors which queued kernels still use
             for number, rows in enumerate(_tiles(some)):
                 self._carry(self._staged(some, rows, number % 2), number % 2)
             for wait in self._copied:

@@ -6,6 +6,7 @@ replayed from then on. Where the driver refuses to capture, all steps go on eage
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from pi_toolkit.profiler.command_line import note
@@ -50,7 +51,9 @@ class StepGraphs:
                 self.refused = True
                 if self.side:
                     self.side.take_captured()
-                note(f"the driver does not capture the step in a graph, so every step is launched anew: {error}")
+                # The end of a capture complains as well, of what has happened inside.
+                reason = str(error.__context__ or error).splitlines()[0]
+                note(f"the driver does not capture the step in a graph, so every step is launched anew: {reason}")
                 return step()
         graph.graph.replay()
         return graph.output
@@ -60,10 +63,23 @@ class StepGraphs:
         import torch
 
         torch.cuda.synchronize(self.device)
-        graph = torch.cuda.CUDAGraph()
+        graph, stream = torch.cuda.CUDAGraph(), capture_stream(self.device)
         if self._memory is None:
             self._memory = torch.cuda.graph_pool_handle()
-        # Other threads may go on using the GPU while this one captures.
-        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
+        # A capture that fails leaves its stream the current one, and the outer block ends that. Other threads may go on
+        # using the GPU while this one captures.
+        with (
+            torch.cuda.stream(torch.cuda.current_stream(self.device)),
+            torch.cuda.graph(graph, pool=self._memory, stream=stream, capture_error_mode="thread_local"),
+        ):
             output = step()
         return StepGraph(graph, output, self.side.take_captured() if self.side else [])
+
+
+@cache
+def capture_stream(device: "torch.device") -> Any:
+    """The stream that steps on *device* are captured on. Torch's own is of the device that was current when it was first
+    asked for, and captures nothing of another; one of each decoder would leave a workspace of cuBLAS behind."""
+    import torch
+
+    return torch.cuda.Stream(device)

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 from gpu_cases import CPU, LateStream, drawn
 from pi_toolkit.runtime import decoder as decoder_module
-from pi_toolkit.runtime import gpu_check, gpu_check_offload
+from pi_toolkit.runtime import gpu_check, gpu_check_measure, gpu_check_offload, gpu_memory
 from pi_toolkit.runtime.decoder import Decoder
 from pi_toolkit.runtime.gpu_check_measure import layer_inputs, path_of, side_reads, tokens_per_second
 from pi_toolkit.runtime.gpu_step import GpuStep
@@ -144,3 +144,39 @@ def test_offload_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     found: Callable[[str], Any] = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "accelerate" else found(name))
     assert gpu_check_offload.missing() == ["accelerate"]
+
+
+def test_a_part_that_fails_leaves_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trace or a figure of parts that cannot be had, an error that a kernel has left behind, and no tokens per second."""
+
+    def fails(*_: Any) -> Any:
+        raise RuntimeError("an illegal memory access")
+
+    for name in ("copy_bytes_per_second", "part_seconds", "trace"):
+        monkeypatch.setattr(gpu_check_measure, name, fails)
+    monkeypatch.setattr(gpu_memory, "free_cached_memory", fails)
+    out, trace = tmp_path / "check.json", tmp_path / "trace.json"
+    result = check("-o", out, "--trace", trace, "--kinds", "float16", "--budgets", "60")
+    assert result.exit_code == 0, result.output
+    found = json.loads(out.read_text())
+    assert found["copy_bytes_per_second"] is None and "illegal" in found["copy_failed"]["not_measured"]
+    for mode, figures in found["models"][0]["modes"].items():
+        assert figures["tokens_per_second"] > 0 and "illegal" in figures["parts_failed"]["not_measured"]
+        assert ("trace_failed" in figures) == (mode == "predicted")
+
+
+def test_figures_are_kept_as_they_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that a driver kills in the third mode, and the two before it lost."""
+    out, modes = tmp_path / "check.json", []
+    decoding = gpu_check_measure.tokens_per_second
+
+    def interrupted(decoder: Decoder, *limits: Any) -> Any:
+        modes.append(decoder.mode)
+        if decoder.mode == "dense":
+            raise KeyboardInterrupt
+        return decoding(decoder, *limits)
+
+    monkeypatch.setattr(gpu_check_measure, "tokens_per_second", interrupted)
+    assert check("-o", out, "--kinds", "float16", "--budgets", "60").exit_code != 0
+    figures = json.loads(out.read_text())["models"][0]["modes"]
+    assert all(figures[mode]["tokens_per_second"] > 0 for mode in ("predicted", "exact"))

@@ -1,9 +1,11 @@
 """The step and the overlap of a GPU, emulated on the CPU: a side stream that does nothing before it has to."""
 
-import contextlib
 import ctypes
+import os
 import shutil
 import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +22,6 @@ from pi_toolkit.runtime.kernels.native import extension
 from pi_toolkit.runtime.kernels.sparse_ffn_reference import Mode
 from pi_toolkit.runtime.overlap import ColdPart, Overlap
 from pi_toolkit.runtime.placed_ffn import NeuronTier, PlacedFfn
-from pi_toolkit.runtime.step_graphs import StepGraphs
 from tiny_models import BAMBOO, CONFIGS, DEMO_MODELS, PROSPARSE, VOCABULARY, save_family
 
 STEPS = 11  # beyond the sliding window of the tiny Mistral
@@ -191,53 +192,30 @@ def test_a_driver_that_refuses(driver: HostFunctions) -> None:
         driver.launch(13, 0, 0)
 
 
-class FakeGraph:
-    """What stands for a captured step: replaying computes it anew into the tensor that capturing returned."""
-
-    captures_left = 100
-    replayed = 0
-
-    def __init__(self) -> None:
-        if FakeGraph.captures_left == 0:
-            raise RuntimeError("operation not permitted when stream is capturing")
-        FakeGraph.captures_left -= 1
-
-    def replay(self) -> None:
-        FakeGraph.replayed += 1
+LIBRARY = "int hipLaunchHostFunc(void* stream, void* function, void* data) {{ return {code}; }}"
+DRIVER = """
+import ctypes, sys
+from pi_toolkit.runtime.host_function import driver
+ctypes.CDLL(sys.argv[1])
+try:
+    driver(is_hip=True).launch(0, 0, 0)
+except Exception as error:
+    print(error)
+"""
 
 
-@pytest.fixture
-def fake_graphs(monkeypatch: pytest.MonkeyPatch) -> type[FakeGraph]:
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
-    monkeypatch.setattr(torch.cuda, "graph", lambda *_args, **_options: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda _device: None)
-    monkeypatch.setattr(FakeGraph, "captures_left", 100)
-    monkeypatch.setattr(FakeGraph, "replayed", 0)
-    return FakeGraph
-
-
-def test_a_step_is_captured_once_for_each_key(fake_graphs: type[FakeGraph]) -> None:
-    """A step captured before its kernels are compiled, captured on every token, or replayed for another length."""
-    graphs, launched = StepGraphs(torch.device("cuda"), None), []
-    for key in ("short", "short", "short", "long", "long", "short"):
-        graphs.run(key, lambda key=key: launched.append(key) or torch.ones(1))  # type: ignore[misc]
-    assert launched == ["short", "short", "long", "long"]  # the second of each is the capture
-    assert fake_graphs.replayed == 4
-
-
-def test_steps_go_on_where_no_graph_can_be_captured(
-    fake_graphs: type[FakeGraph], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A step that is lost, or computed twice, because capturing it failed; a complaint on every token."""
-    monkeypatch.setattr(fake_graphs, "captures_left", 0)
-    graphs, steps = StepGraphs(torch.device("cuda"), None), []
-
-    def step() -> torch.Tensor:
-        steps.append(1)
-        return torch.ones(1)
-
-    for _token in range(4):
-        assert graphs.run("key", step).item() == 1
-    assert len(steps) == 4
-    assert capsys.readouterr().err.count("does not capture") == 1
+@pytest.mark.skipif(sys.platform != "linux", reason="whether a library is loaded can be asked on Linux")
+def test_the_driver_is_the_one_that_torch_has_loaded(tmp_path: Path) -> None:
+    """A second copy of HIP's runtime, found under a name that is tried earlier, which knows nothing of torch's streams."""
+    compiler = shutil.which("gcc") or shutil.which("cc")
+    assert compiler, "the tests need a C compiler"
+    for folder, name, code in (("torch", "libamdhip64.so.7", 7), ("system", "libamdhip64.so", 1)):
+        (tmp_path / folder).mkdir()
+        source = tmp_path / folder / "library.c"
+        source.write_text(LIBRARY.format(code=code))
+        command = [compiler, "-shared", "-fPIC", f"-Wl,-soname,{name}", "-o", source.with_name(name), source]
+        subprocess.run(command, check=True)
+    loaded = str(tmp_path / "torch" / "libamdhip64.so.7")
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path / "system")}
+    done = subprocess.run([sys.executable, "-c", DRIVER, loaded], capture_output=True, text=True, env=environment)
+    assert "returned 7" in done.stdout, done.stdout + done.stderr
