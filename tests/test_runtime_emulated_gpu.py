@@ -1,13 +1,14 @@
 """Decoding with a GPU whose streams are as late and as early as they may be: the CPU's tokens, or somebody did not wait."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from emulated_gpu import GPU, SCHEDULES, Schedule, emulated_gpu
-from gpu_cases import decoder_for, five_placements, greedy_tokens, step_of
+from gpu_cases import CPU, decoder_for, five_placements, greedy_tokens, random_predictors, step_of
 from pi_toolkit.profiler.checkpoint import Checkpoint
 from pi_toolkit.runtime import prompt_streaming
 from pi_toolkit.runtime.decoder import Decoder
@@ -15,6 +16,8 @@ from pi_toolkit.runtime.kernels.sparse_ffn_reference import Mode
 from pi_toolkit.runtime.overlap import ColdPart, GpuSideStream, Overlap
 from pi_toolkit.runtime.prompt_streaming import PromptSpeeds, PromptStream
 from pi_toolkit.runtime.step_graphs import StepGraphs
+from pi_toolkit.runtime.tier_plan import TierPlan
+from pi_toolkit.runtime.weights import load_weights
 from tiny_models import DEMO_MODELS, save_family
 
 PROMPT, TOKENS, CONTEXT = (414, 136, 1099), 5, 32
@@ -91,6 +94,34 @@ def test_prompts_and_batches_whatever_the_schedule(
             stream.speeds = STREAM if streams else PromptSpeeds(1e18, 1.0)
             torch.testing.assert_close(logits_of_batches(decoder, slots), want, atol=1e-4, rtol=1e-4)
     assert "does not capture" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("family", ["mistral", "opt", "falcon-7b", "falcon-40b"])
+def test_every_family(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bias, a window of keys, learned positions, or attention and FFN side by side that a graph gets wrong."""
+    checkpoint = Checkpoint(save_family(tmp_path / "model", family))
+    want = greedy_tokens(step_of(on_the_cpu(checkpoint, "predicted")), PROMPT, 10)  # beyond the window
+    with emulated_gpu(monkeypatch, "random") as gpu:
+        assert greedy_tokens(step_of(decoder_on_gpu(checkpoint, "predicted")), PROMPT, 10) == want
+        assert gpu.calls["graphs"] == 1
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    "attention", [(True, True, True), (True, False, True)], ids=["all attention", "some attention"]
+)
+def test_units_on_either_side(
+    attention: tuple[bool, ...], schedule: Schedule, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Scores, a residual stream or a head's input that is fetched before it is there."""
+    want = greedy_tokens(step_of(on_the_cpu(checkpoint, "predicted")), PROMPT, TOKENS)
+    hot = five_placements(checkpoint.shape.ffn_sizes)["half"]
+    with emulated_gpu(monkeypatch, schedule):
+        plan = TierPlan(GPU, CPU, hot, attention, (False, True, True), False)
+        weights = load_weights(checkpoint, plan, random_predictors(checkpoint), "float32")
+        decoder = Decoder(checkpoint.shape, weights, 1, CONTEXT, "predicted")
+        assert (decoder.gpu is not None) == all(attention)
+        assert greedy_tokens(step_of(decoder), PROMPT, TOKENS) == want
 
 
 def nothing(*_: Any) -> None:
