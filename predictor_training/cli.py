@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import torch
 
     from .predictor_file import LayerQuality
-    from .train import TrainedLayer
+    from .training_files import PredictedLayer
 
 # Documents that nothing was fitted to lose a little more firings than those that chose the threshold: 2.0 to 2.2 instead of
 # 2 % in the layers of the demo models; so only this share of the misses is allowed there.
@@ -44,6 +44,20 @@ PERPLEXITY_TOKENS = 20_000  # of the calibration and of the held-out documents
 )
 @click.option(
     "--samples", type=CountType(), help="Of these tokens, spread evenly, how many are kept on disk.  [default: all]"
+)
+@click.option(
+    "--kind",
+    type=click.Choice(["mlp", "copy", "auto"]),
+    default="mlp",
+    show_default=True,
+    help="MLPs, which PowerInfer's files hold; copies in four bits of the rows that decide on firing; or per layer the one "
+    "that a token reads less for.",
+)
+@click.option(
+    "--weights",
+    "weight_type",
+    type=click.Choice(["f16", "q8_0", "q4_0"]),
+    help="Type that the model will run in, by which --kind auto compares.  [default: f16]",
 )
 @click.option("--window", type=click.IntRange(min=2), help="Tokens per window.  [default: 512, or the model's limit]")
 @click.option("--batch-size", type=click.IntRange(min=1), default=8, show_default=True, help="Windows per pass.")
@@ -104,6 +118,8 @@ def main(
     corpus: str,
     tokens: int,
     samples: int | None,
+    kind: Any,
+    weight_type: Any,
     window: int | None,
     batch_size: int,
     hidden: int | None,
@@ -124,7 +140,8 @@ def main(
 ) -> None:
     """Train, per layer, a predictor of which FFN neurons will fire; quality is measured on held-out documents.
 
-    WORKSPACE is what pi-profile wrote. Started with torchrun, several processes share the layers.
+    WORKSPACE is what pi-profile wrote. Started with torchrun, several processes share the layers. With --kind copy nothing is
+    trained: a threshold is chosen per layer on calibration documents.
 
     \b
     Example:
@@ -140,17 +157,26 @@ def main(
 
     from . import predictor_file
     from .adaptive_training import LayerTrainer, Outcome, Target, train_adaptively
+    from .firing_copy import require_copies
     from .masked_perplexity import masked_perplexity
+    from .masks import masks_of
+    from .predictor_size import F16_BYTES, predictor_bytes
     from .report import training_report
     from .sample import collect_samples, open_store, split_tokens
     from .train import TrainingOptions
     from .training_files import job_under_way, training_files
 
+    if hidden and kind != "mlp":
+        raise click.UsageError("--hidden is the width of MLPs: drop it, or use --kind mlp")
+    if weight_type and kind != "auto":
+        raise click.UsageError("--weights is what --kind auto compares by: drop it, or use --kind auto")
     began = time.perf_counter()
     place = Workspace(workspace)
     record = read_model(place)
     shape = record.shape
     shape.require_silence()
+    if kind != "mlp":
+        require_copies(shape)
     check_writable(place.predictor, "mend the permissions of the workspace", kind="directory")
     window = window or min(512, shape.max_positions)
     check_window(window, shape.max_positions)
@@ -166,37 +192,36 @@ def main(
     check_room(weights, torch_device, "use --dtype bfloat16 if it is not in use yet, or a machine with more memory")
     calibrated = 1 - CALIBRATION_MISSES * (1 - recall)
     options = TrainingOptions(epochs, batch_size_for(samples or tokens), learning_rate, calibrated, seed)
-    goal = Target(rule, target / 100, candidates, share, rounds)
+    goal = Target(rule, target / 100, candidates, share, rounds, kind, weight_type or "f16")
     sizes = {"hidden": hidden} if hidden else {"hidden": None, **vars(goal)}
     about = {"corpus": corpus_name(corpus), "tokens": tokens, "samples": samples or tokens, "window": window}
     about |= {**vars(options), "recall": recall, **sizes}
     dtype_name = str(torch_dtype).removeprefix("torch.")
     job = about | {"fingerprint": record.fingerprint, "windows per pass": batch_size, "dtype": dtype_name}
     if processes.is_first:
-        size = f"of width {hidden}" if hidden else "of adaptive width"
-        note(f"training {shape.num_layers} predictors {size} for {record.name} on {torch_device}")
+        note(f"{_task(kind, hidden, shape.num_layers)} for {record.name} on {torch_device}")
     with connected(processes, torch_device), training_files(place.path, job, resume, processes) as files:
         processes.require_same("model, options or dtype", str(job), torch_device)
         sampling = files.sampling(processes)
         found = sampling.read() if resume else None
         existing = processes.first_says(found is not None, torch_device)
-        room = split_tokens(tokens), split_tokens(samples or tokens)
+        room = split_tokens(tokens, kind), split_tokens(samples or tokens, kind)
         store = open_store(files.directory, shape, *room, torch_device, processes, existing)
         hf_model = load_hf_model(checkpoint, torch_device, torch_dtype)
         tokenizer = load_tokenizer(checkpoint.directory, shape.vocabulary_size)
         position = found.position if found and existing else None
-        with progress_bar("sampling", tokens) as progress:
+        with progress_bar("sampling", sum(room[0].values())) as progress:
             files.text = collect_samples(
                 hf_model, store, corpus, tokenizer, window, batch_size, progress.advance, processes, sampling, position
             )
         processes.wait(torch_device)
-        if processes.is_first and store.tokens() < tokens:
-            note(f"the corpus ended after {store.tokens():,} of {tokens:,} tokens")
+        if processes.is_first and store.tokens() < (wanted := sum(room[0].values())):
+            note(f"the corpus ended after {store.tokens():,} of {wanted:,} tokens")
 
-        def perplexity(layers: "list[TrainedLayer] | None", split: str) -> float:
-            predictors = [(layer.fc1, layer.fc2) for layer in layers] if layers else None
+        def perplexity(layers: "list[PredictedLayer] | None", split: str) -> float:
+            masks = masks_of(layers, checkpoint, torch_device) if layers else None
             batches = windows_of(corpus, split, tokenizer, window, batch_size)
-            return masked_perplexity(hf_model, shape, predictors, batches, processes)
+            return masked_perplexity(hf_model, shape, masks, batches, processes)
 
         dense = perplexity(None, "held-out")  # before the training, which would be for nothing if this fails
         total = shape.num_layers * epochs * len(store.layer("training", 0))
@@ -216,16 +241,19 @@ def main(
         report = training_report(record.name, shape, predictors.quality or (), about)
         predictor_file.write(place.predictor, predictors, about, {"report.html": report})
 
-    quality, parameters = predictors.quality or (), predictors.num_parameters()
-    print_quality(quality, parameters / shape.num_parameters())
+    quality = predictors.quality or ()
+    each = [predictor_bytes(shape.hidden_size, n, q.size) for n, q in zip(shape.ffn_sizes, quality, strict=True)]
+    parameters = sum(num for num, q in zip(each, quality, strict=True) if q.kind == "mlp") // F16_BYTES
+    num_bytes = sum(each)
+    print_quality(quality, num_bytes / (F16_BYTES * shape.num_parameters()))
     click.echo(f"perplexity on held-out documents {dense:.2f} → {predicted:.2f} ({predicted / dense - 1:+.2%})")
     failed = failing_layers(quality, recall, rule)
     announce_failures(failed, recall, None if hidden or rule == "accuracy" else goal.perplexity, predicted / dense - 1)
     if as_json:
         layers = [
-            {name: value for name, value in vars(layer).items() if name not in ("kind", "input")} for layer in quality
+            {k: v for k, v in layer.entry().items() if k != "input" and (k, v) != ("kind", "mlp")} for layer in quality
         ]
-        result = {"layers": layers, "predictor_parameters": parameters, "predictor_bytes": 2 * parameters}
+        result = {"layers": layers, "predictor_parameters": parameters, "predictor_bytes": num_bytes}
         result |= {"perplexity_dense": dense, "perplexity_predicted": predicted}
         result |= {"rounds": outcome.rounds, "failed_layers": failed}
         emit_json(result | {"seconds": time.perf_counter() - began, "workspace": str(workspace)})
@@ -240,17 +268,31 @@ def windows_of(corpus: str, split: str, tokenizer: Any, window: int, batch_size:
     return window_batches(token_windows(texts, tokenizer, window, PERPLEXITY_TOKENS), batch_size)
 
 
-def predictor_set(layers: "list[TrainedLayer]", fingerprint: str) -> Any:
+def predictor_set(layers: "list[PredictedLayer]", fingerprint: str) -> Any:
     """What is written, with the quality on held-out documents."""
-    from .predictor_file import LayerQuality, PredictorSet
+    from .firing_copy import CopiedLayer
+    from .predictor_file import LayerQuality, MlpWeights, PredictorSet, RowsCopy
 
-    quality = tuple(
-        LayerQuality(number, len(layer.fc1), q.recall, q.precision, q.density, q.firing_share)
-        for number, layer in enumerate(layers)
-        for q in (layer.quality,)
-    )
-    weights = tuple(layer.fc1 for layer in layers), tuple(layer.fc2 for layer in layers)
-    return PredictorSet(*weights, 1.0, fingerprint, quality)
+    found: list[MlpWeights | RowsCopy] = []
+    quality: list[LayerQuality] = []
+    for number, layer in enumerate(layers):
+        q = layer.quality
+        shares = (q.recall, q.precision, q.density, q.firing_share)
+        if isinstance(layer, CopiedLayer):
+            found.append(RowsCopy(layer.threshold))
+            quality.append(LayerQuality(number, 0, *shares, kind="copy", input="normed", threshold=layer.threshold))
+        else:
+            found.append(MlpWeights(layer.fc1, layer.fc2))
+            quality.append(LayerQuality(number, len(layer.fc1), *shares))
+    return PredictorSet(tuple(found), 1.0, fingerprint, tuple(quality))
+
+
+def _task(kind: str, hidden: int | None, layers: int) -> str:
+    """What is about to be done."""
+    if kind == "copy":
+        return f"calibrating copies of {layers} layers"
+    size = f"of width {hidden}" if hidden else "of adaptive width"
+    return f"training {layers} predictors {size}{' or choosing copies' if kind == 'auto' else ''}"
 
 
 def failing_layers(quality: "tuple[LayerQuality, ...]", recall: float, rule: str) -> list[int]:
@@ -279,21 +321,22 @@ def batch_size_for(tokens: int) -> int:
 
 
 def print_quality(quality: "tuple[LayerQuality, ...]", share_of_model: float) -> None:
-    """One row per layer, then the means over firings and the predictors' size."""
+    """One row per layer, then the means over firings and the predictors' size, *share_of_model* of its bytes in F16."""
     print_table(
         {
             "layer": [layer.layer for layer in quality],
-            "width": [layer.hidden for layer in quality],
+            "width": [layer.size for layer in quality],
             "recall": [f"{layer.recall:.4f}" for layer in quality],
             "precision": [f"{layer.precision:.4f}" for layer in quality],
             "candidates": [percent(layer.density) for layer in quality],
             "fire": [percent(layer.firing_share) for layer in quality],
         }
     )
+    copies = any(layer.kind == "copy" for layer in quality)
     mean_recall = sum(layer.recall for layer in quality) / len(quality)
     firing = sum(layer.firing_share for layer in quality)
     per_firing = sum(layer.density for layer in quality) / firing if firing else 0.0
     click.echo(
         f"\nmean recall {mean_recall:.4f} on held-out documents, {per_firing:.2f} candidates per firing, "
-        f"predictors {percent(share_of_model)} of the model's parameters"
+        f"predictors {percent(share_of_model)} of the model's {'bytes in F16' if copies else 'parameters'}"
     )

@@ -1,7 +1,8 @@
 """Kinds of predictors beside each other at equal bytes read per token: how many firings each finds at equal density.
 
-Two are what a workspace holds: the MLP, from random weights or from the cut firing map, in F16 or in Q8_0 and then wider. Two
-need no training: a copy of the rows that decide on firing in few bits, and their signs. Only the first kinds can be run.
+Two are what a workspace holds: the MLP, from random weights or from the cut firing map, in F16 or in Q8_0 and then wider, and
+the copy in four bits of the rows that decide on firing, which needs no training. Copies in other numbers of bits and signs
+alone are for comparison.
 """
 
 from collections.abc import Callable

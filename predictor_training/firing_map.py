@@ -59,12 +59,7 @@ def neuron_impact(checkpoint: Checkpoint, layer: int, inputs: "torch.Tensor") ->
     import torch
 
     shape = checkpoint.shape
-    norm_weight, norm_bias = _norm(checkpoint, layer)
-    x = inputs.cpu().float()
-    centred = x - x.mean(dim=1, keepdim=True) if shape.norm == "layer" else x
-    normed = (
-        centred / (centred.square().mean(dim=1, keepdim=True) + shape.norm_epsilon).sqrt() * norm_weight + norm_bias
-    )
+    normed = ffn_input(checkpoint, layer, inputs.cpu())
 
     def product(role: str) -> torch.Tensor:
         rows, bias = _rows(checkpoint, layer, role)
@@ -79,6 +74,15 @@ def neuron_impact(checkpoint: Checkpoint, layer: int, inputs: "torch.Tensor") ->
     firings = (activation != 0).sum(dim=0)
     impact = activation.abs().sum(dim=0) / firings.clamp(min=1) * down
     return torch.where(firings > 0, impact / impact[firings > 0].mean().clamp(min=1e-12), 1.0)
+
+
+def ffn_input(checkpoint: Checkpoint, layer: int, inputs: "torch.Tensor") -> "torch.Tensor":
+    """What the neurons of *layer* read where the residual stream is *inputs* [tokens, hidden]: float32, on its device."""
+    shape = checkpoint.shape
+    weight, bias = (part.to(inputs.device) for part in _norm(checkpoint, layer))
+    x = inputs.float()
+    centred = x - x.mean(dim=1, keepdim=True) if shape.norm == "layer" else x
+    return centred / (centred.square().mean(dim=1, keepdim=True) + shape.norm_epsilon).sqrt() * weight + bias
 
 
 def _norm(checkpoint: Checkpoint, layer: int) -> "tuple[torch.Tensor, torch.Tensor]":

@@ -4,7 +4,7 @@ The runtime computes the same from its own weights; each is the other's check.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -13,29 +13,29 @@ from pi_toolkit.profiler.hf_model import observe_ffn
 from pi_toolkit.profiler.model_families import FAMILIES, ModelShape
 from pi_toolkit.profiler.processes import Processes
 
-from .predictor import scores
+from .masks import CopyMask, Mask, MlpMask
 
 if TYPE_CHECKING:
     import torch
-
-    Weights = tuple[torch.Tensor, torch.Tensor]
 
 
 MOST_NATS = 700.0  # per token; exp(710) is beyond a float
 
 
 @contextmanager
-def masked_ffn(model: Any, shape: ModelShape, predictors: "list[Weights]", threshold: float = 1.0) -> Iterator[None]:
-    """Inside the block, neurons whose score is below *threshold* contribute nothing.
+def masked_ffn(model: Any, shape: ModelShape, predictors: Sequence[Mask]) -> Iterator[None]:
+    """Inside the block, neurons that their layer's predictor does not name contribute nothing.
 
-    *predictors*: ``fc1`` [r, hidden] and ``fc2`` [neurons, r] per layer. Scores are computed in float32.
+    Scores are computed in float32.
     """
-    device = next(model.parameters()).device
-    weights = [(fc1.to(device).float(), fc2.to(device).float()) for fc1, fc2 in predictors]
     masks: dict[int, torch.Tensor] = {}
 
-    def decide(layer: int, inputs: "torch.Tensor") -> None:
-        masks[layer] = scores(*weights[layer], inputs.float()) >= threshold
+    def by(kind: type[Mask]) -> "Callable[[int, torch.Tensor], None]":
+        def decide(layer: int, inputs: "torch.Tensor") -> None:
+            if isinstance(predictors[layer], kind):
+                masks[layer] = predictors[layer].named(inputs)
+
+        return decide
 
     def silence(layer: int) -> Callable[..., Any]:
         def hook(_module: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -50,7 +50,7 @@ def masked_ffn(model: Any, shape: ModelShape, predictors: "list[Weights]", thres
         for layer in range(shape.num_layers)
     ]
     try:
-        with observe_ffn(model, shape, predictor_input=decide):
+        with observe_ffn(model, shape, predictor_input=by(MlpMask), ffn_input=by(CopyMask)):
             yield
     finally:
         for handle in handles:
@@ -60,7 +60,7 @@ def masked_ffn(model: Any, shape: ModelShape, predictors: "list[Weights]", thres
 def masked_perplexity(
     model: Any,
     shape: ModelShape,
-    predictors: "list[Weights] | None",
+    predictors: Sequence[Mask] | None,
     batches: "Iterable[torch.Tensor]",
     processes: Processes | None = None,
     advance: Callable[[int], None] = lambda _: None,

@@ -1,12 +1,15 @@
 """What a predictor computes, how good it is, and the threshold that reaches a wanted recall."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
+
+    Score = Callable[[torch.Tensor], torch.Tensor]  # [tokens, neurons] from inputs [tokens, hidden]
+    Batches = Iterable[tuple[torch.Tensor, torch.Tensor]]  # (inputs, firing mask)
 
 # A threshold of zero could not be folded into the weights (they are divided by it).
 SMALLEST_THRESHOLD = 1e-3
@@ -53,13 +56,16 @@ class Quality:
         return self.firings / self.decisions
 
 
-def measure_quality(
-    fc1: "torch.Tensor", fc2: "torch.Tensor", threshold: float, batches: "Iterable[tuple[torch.Tensor, torch.Tensor]]"
-) -> Quality:
+def measure_quality(fc1: "torch.Tensor", fc2: "torch.Tensor", threshold: float, batches: "Batches") -> Quality:
+    """:func:`quality_of` an MLP."""
+    return quality_of(lambda inputs: scores(fc1, fc2, inputs), threshold, batches)
+
+
+def quality_of(score: "Score", threshold: float, batches: "Batches") -> Quality:
     """Compare candidates (score ≥ *threshold*) with firings over *batches* of (inputs, firing mask)."""
     decisions = firings = candidates = hits = 0
     for inputs, fires in batches:
-        named = scores(fc1, fc2, inputs) >= threshold
+        named = score(inputs) >= threshold
         decisions += fires.numel()
         firings += int(fires.sum())
         candidates += int(named.sum())
@@ -71,9 +77,14 @@ def threshold_for_recall(
     fc1: "torch.Tensor",
     fc2: "torch.Tensor",
     recall: float,
-    batches: "Iterable[tuple[torch.Tensor, torch.Tensor]]",
+    batches: "Batches",
     smallest: float = SMALLEST_THRESHOLD,
 ) -> float:
+    """:func:`threshold_of_scores` of an MLP."""
+    return threshold_of_scores(lambda inputs: scores(fc1, fc2, inputs), recall, batches, smallest)
+
+
+def threshold_of_scores(score: "Score", recall: float, batches: "Batches", smallest: float) -> float:
     """The largest threshold at which at least *recall* of the firings are candidates, but no less than *smallest*; with no
     firing at all, the largest score seen, so that almost nothing is named."""
     import torch
@@ -81,7 +92,7 @@ def threshold_for_recall(
     of_firings: list[torch.Tensor] = []
     largest = smallest
     for inputs, fires in batches:
-        z = scores(fc1, fc2, inputs)
+        z = score(inputs)
         of_firings.append(z[fires])
         largest = max(largest, float(z.max()))
     firing_scores = torch.cat(of_firings)

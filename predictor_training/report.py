@@ -8,16 +8,18 @@ from pi_toolkit.profiler.model_families import ModelShape
 from pi_toolkit.profiler.report import ACCENT, MUTED, SECOND, Report, figure_style, new_figure
 
 from .predictor_file import LayerQuality
+from .predictor_size import F16_BYTES, predictor_bytes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-BYTES = 2  # of a weight in F16
-
 
 def training_report(name: str, shape: ModelShape, quality: Sequence[LayerQuality], about: dict[str, Any]) -> bytes:
     """The page about the predictors of the model *name*; *about* is what their ``config.json`` says of the training."""
-    parameters = [layer.hidden * (shape.hidden_size + n) for layer, n in zip(quality, shape.ffn_sizes, strict=True)]
+    num_bytes = [
+        predictor_bytes(shape.hidden_size, n, layer.size) for layer, n in zip(quality, shape.ffn_sizes, strict=True)
+    ]
+    copies = any(layer.kind == "copy" for layer in quality)
     firing = sum(layer.firing_share * n for layer, n in zip(quality, shape.ffn_sizes, strict=True))
     named = sum(layer.density * n for layer, n in zip(quality, shape.ffn_sizes, strict=True))
     found = sum(layer.recall * layer.firing_share * n for layer, n in zip(quality, shape.ffn_sizes, strict=True))
@@ -30,8 +32,10 @@ def training_report(name: str, shape: ModelShape, quality: Sequence[LayerQuality
         {
             "recall": percent(found / firing if firing else 1.0),
             "candidates per firing": f"{named / firing:.2f}" if firing else "–",
-            "of the model's parameters": percent(sum(parameters) / shape.num_parameters()),
-            "in F16": readable_bytes(BYTES * sum(parameters)),
+            f"of the model's {'bytes in F16' if copies else 'parameters'}": percent(
+                sum(num_bytes) / (F16_BYTES * shape.num_parameters())
+            ),
+            "of predictors" if copies else "in F16": readable_bytes(sum(num_bytes)),
             "perplexity, dense → predicted": f"{about['perplexity_dense']:.2f} → {about['perplexity_predicted']:.2f}",
             "change": f"{change:+.2%}",
         }
@@ -43,13 +47,18 @@ def training_report(name: str, shape: ModelShape, quality: Sequence[LayerQuality
     )
     report.figure(shares_figure(quality), "Recall per layer, and the share of neurons that fire and that are named")
     report.heading("Size")
-    report.figure(size_figure(quality, parameters), "Width and size in F16 of each layer's predictor")
+    if copies:
+        report.text(
+            "A layer of kind copy is predicted by the rows that decide on firing, in blocks of four bits; MLPs are in F16."
+        )
+    report.figure(size_figure(quality, num_bytes), "Width of each layer's MLP and size of its predictor")
     report.heading("Layers")
     report.table(
         {
             "layer": [layer.layer for layer in quality],
-            "width": [layer.hidden for layer in quality],
-            "size": [readable_bytes(BYTES * count) for count in parameters],
+            "kind": [layer.kind for layer in quality],
+            "width": [layer.hidden or "–" for layer in quality],
+            "size": [readable_bytes(size) for size in num_bytes],
             "recall": [f"{layer.recall:.4f}" for layer in quality],
             "precision": [f"{layer.precision:.4f}" for layer in quality],
             "candidates": [percent(layer.density) for layer in quality],
@@ -77,7 +86,7 @@ def shares_figure(quality: Sequence[LayerQuality]) -> "Figure":
     return figure
 
 
-def size_figure(quality: Sequence[LayerQuality], parameters: Sequence[int]) -> "Figure":
+def size_figure(quality: Sequence[LayerQuality], num_bytes: Sequence[int]) -> "Figure":
     """Width as bars, MiB written on the other axis."""
     layers = [layer.layer for layer in quality]
     with figure_style():
@@ -85,7 +94,7 @@ def size_figure(quality: Sequence[LayerQuality], parameters: Sequence[int]) -> "
         left, right = figure.subplots(1, 2)
         left.bar(layers, [layer.hidden for layer in quality], color=ACCENT)
         left.set(xlabel="layer", ylabel="hidden units")
-        right.bar(layers, [BYTES * count / 2**20 for count in parameters], color=SECOND)
+        right.bar(layers, [size / 2**20 for size in num_bytes], color=SECOND)
         right.set(xlabel="layer", ylabel="MiB")
         for axes in (left, right):
             axes.xaxis.get_major_locator().set_params(integer=True)

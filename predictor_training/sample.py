@@ -210,10 +210,12 @@ def open_store(
     return store or SampleStore(directory, shape, tokens, device, samples, existing=True)
 
 
-def split_tokens(total: int) -> dict[Split, int]:
-    """How many of *total* tokens each split gets: a tenth each to choose thresholds on and to report on."""
+def split_tokens(total: int, kind: str = "mlp") -> dict[Split, int]:
+    """How many of *total* tokens each split gets: a tenth each to choose thresholds on and to report on, and the rest, which
+    predictors of *kind* copy do without, to train on."""
     tenth = max(1, total // 10)
-    return {"training": max(1, total - 2 * tenth), "calibration": tenth, "held-out": tenth}
+    training = 1 if kind == "copy" else max(1, total - 2 * tenth)
+    return {"training": training, "calibration": tenth, "held-out": tenth}
 
 
 def collect_samples(

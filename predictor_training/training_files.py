@@ -21,10 +21,12 @@ from pi_toolkit.profiler.processes import Processes, ProcessesError
 from pi_toolkit.profiler.progress_file import ProgressError, ProgressFile, kept, saved_job
 from pi_toolkit.profiler.window_batch import other_text
 
+from .firing_copy import CopiedLayer
 from .predictor import Quality
 from .train import TrainedLayer
 
 DIRECTORY = "training-progress"
+PredictedLayer = TrainedLayer | CopiedLayer
 
 
 class TrainingFiles:
@@ -37,7 +39,7 @@ class TrainingFiles:
         """How far this process has sampled."""
         return ProgressFile(self.directory / f"sampling.{processes.rank}", self._job | {"processes": processes.count})
 
-    def read_layer(self, layer: int, name: str) -> TrainedLayer | None:
+    def read_layer(self, layer: int, name: str) -> PredictedLayer | None:
         """The predictor of *layer* that was trained as *name* says, if it is finished.
 
         Raises ``ProgressError`` when it was trained on another text.
@@ -48,13 +50,17 @@ class TrainingFiles:
         about = progress.position
         if about.get("text") != self.text:
             raise other_text()
-        fc1, fc2 = (progress.tensors[key].float() for key in ("fc1", "fc2"))
         quality, calibration = (Quality(**about[key]) for key in ("quality", "calibration"))
+        if not progress.tensors:
+            return CopiedLayer(quality, calibration, about["threshold"])
+        fc1, fc2 = (progress.tensors[key].float() for key in ("fc1", "fc2"))
         return TrainedLayer(fc1, fc2, quality, calibration, about["threshold"])
 
-    def write_layer(self, layer: int, name: str, trained: TrainedLayer) -> None:
+    def write_layer(self, layer: int, name: str, trained: PredictedLayer) -> None:
         about = {key: asdict(getattr(trained, key)) for key in ("quality", "calibration")}
-        weights = {"fc1": trained.fc1.half(), "fc2": trained.fc2.half()}
+        weights = {}
+        if isinstance(trained, TrainedLayer):
+            weights = {"fc1": trained.fc1.half(), "fc2": trained.fc2.half()}
         self._file(layer, name).save(weights, about | {"threshold": trained.threshold, "text": self.text})
 
     def _file(self, layer: int, name: str) -> ProgressFile:

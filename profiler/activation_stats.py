@@ -13,7 +13,7 @@ is accepted, checked by shapes, and its counts are relative (``tokens`` None). L
 import io
 import pickle
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -120,16 +120,26 @@ def read(directory: Path, ffn_sizes: Sequence[int], fingerprint: str) -> Activat
     return stats
 
 
-def numbered_files(directory: Path, stem: str, num_layers: int, error: type[WorkspaceError], remedy: str) -> list[Path]:
-    """``{stem}_0.pt`` … in numeric order; raises *error* unless there is exactly one file per layer.
+def numbered_files(
+    directory: Path,
+    stem: str,
+    num_layers: int,
+    error: type[WorkspaceError],
+    remedy: str,
+    without: Collection[int] = (),
+) -> list[Path]:
+    """``{stem}_0.pt`` … in numeric order; raises *error* unless there is exactly one file per layer, and none for the layers
+    *without* one.
 
     Anything else that begins like them (``activation_3.pt.bak``, ``activation_03.pt``) is refused: a file that looks
     like data and is silently left out is how a placement ends up with another layer's neurons.
     """
-    expected = [f"{stem}_{layer}.pt" for layer in range(num_layers)]
+    expected = [f"{stem}_{layer}.pt" for layer in range(num_layers) if layer not in without]
     present = {path.name for path in directory.iterdir() if path.name.startswith(f"{stem}_")}
     if foreign := sorted(present - set(expected)):
         beyond = [name for name in foreign if re.fullmatch(rf"{stem}_(0|[1-9]\d*)\.pt", name)]
+        if beyond and beyond[0] in {f"{stem}_{layer}.pt" for layer in without}:
+            raise error(f"{str(directory)!r} holds {beyond[0]!r} for a layer that needs no file: {remedy}")
         if beyond:
             raise error(f"{str(directory)!r} holds {beyond[0]!r} and the model has {num_layers} layers: {remedy}")
         raise error(f"{str(directory)!r} holds the foreign file {foreign[0]!r}: move it elsewhere")

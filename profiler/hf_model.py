@@ -84,6 +84,7 @@ def observe_ffn(
     pre_activation: "LayerCallback | None" = None,
     activation: "LayerCallback | None" = None,
     predictor_input: "LayerCallback | None" = None,
+    ffn_input: "LayerCallback | None" = None,
 ) -> "Iterator[None]":
     """Call back with (layer, tensor) on every forward pass inside the block; tensors are flattened to [tokens, size].
 
@@ -91,6 +92,7 @@ def observe_ffn(
     neuron fires where it is above the shape's ``activation_threshold``.
     ``activation`` gets what multiplies the down matrix: [tokens, neurons].
     ``predictor_input`` gets the residual stream that predictors read: [tokens, hidden]; it comes first.
+    ``ffn_input`` gets the normed vector that the neurons read: [tokens, hidden]; it comes next.
     """
     modules, handles = FAMILIES[shape.family].ffn_modules, []
     try:
@@ -102,6 +104,9 @@ def observe_ffn(
             if predictor_input:
                 hook = _input_hook(predictor_input, layer)
                 handles.append(module(modules.predictor_input).register_forward_pre_hook(hook, with_kwargs=True))
+            if ffn_input:
+                hook = _input_hook(ffn_input, layer)
+                handles.append(module(modules.fires).register_forward_pre_hook(hook, with_kwargs=True))
             if pre_activation and shape.activation == "drelu":
                 assert modules.up, "only gated neurons have two factors"
                 gate_hook, up_hook = _smaller_output_hooks(pre_activation, layer)

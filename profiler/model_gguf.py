@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -43,6 +43,7 @@ from .quantisation import (
     TurnedMatrix,
     dense,
     dequantise,
+    quantisable,
     select_rows,
 )
 
@@ -65,7 +66,8 @@ class GgufModel:
     """One model file; *activation* replaces what is assumed where the file does not state its activation.
 
     Raises ``GgufError`` for a damaged container, an unknown architecture, and tensors that are missing, unknown, or of
-    another shape than the keys say. ``num_predictors`` is the number of layers, or 0 in a file without predictors.
+    another shape than the keys say. ``num_predictors`` is the number of layers, or 0 in a file without predictors;
+    ``copy_thresholds`` has those of the layers whose predictor is a copy of their rows.
     """
 
     def __init__(self, path: Path, activation: str | None = None) -> None:
@@ -75,6 +77,7 @@ class GgufModel:
         try:
             self._check_version()
             self.shape = read_shape(self.file, self.magic, activation)
+            self.copy_thresholds = self._read_copy_thresholds()
             self.num_predictors = self._count_predictors()
             self._check_tensors()
             self.threshold = self._read_threshold()
@@ -160,10 +163,12 @@ class GgufModel:
         fc1, fc2 = predictor_names(layer)
         return self._read(fc1), self._read(fc2)
 
-    def predictor_widths(self) -> list[int] | None:
-        """Width r of each layer's predictor; None in a file without them."""
-        widths = [self.file.tensors[predictor_names(layer)[0]].shape[0] for layer in range(self.num_predictors)]
-        return widths or None
+    def predictor_sizes(self) -> list[int | Literal["copy"]] | None:
+        """Width r of each layer's predictor, or that it is a copy; None in a file without them."""
+        return [self._predictor_size(layer) for layer in range(self.num_predictors)] or None
+
+    def _predictor_size(self, layer: int) -> int | Literal["copy"]:
+        return "copy" if layer in self.copy_thresholds else self.file.tensors[predictor_names(layer)[0]].shape[0]
 
     def dtype(self) -> "torch.dtype":
         """The floating type nearest to what the FFN weights are stored in: F16 for quantised ones."""
@@ -249,7 +254,10 @@ class GgufModel:
                 )
 
     def _count_predictors(self) -> int:
-        present = [predictor_names(layer)[0] in self.file.tensors for layer in range(self.shape.num_layers)]
+        copies = self.copy_thresholds
+        present = [
+            predictor_names(layer)[0] in self.file.tensors or layer in copies for layer in range(self.shape.num_layers)
+        ]
         if any(present) and self.magic == "GGUF":
             raise GgufError(f"has predictors in a dense file: {_REMEDY}")
         if any(present) and not all(present):
@@ -278,11 +286,23 @@ class GgufModel:
         for layer in range(shape.num_layers):
             for role, size in stored_layer_shapes(shape, self.magic, layer).items():
                 yield self._name(layer, role), size
-            if self.num_predictors:
+            if self.num_predictors and layer not in self.copy_thresholds:
                 fc1, fc2 = predictor_names(layer)
                 width = self.file.tensors[fc1].shape[0]
                 yield fc1, (width, shape.hidden_size)
                 yield fc2, (shape.ffn_sizes[layer], width)
+
+    def _read_copy_thresholds(self) -> dict[int, float]:
+        name, layers = f"{OURS}copy_thresholds", self.shape.num_layers
+        if name not in self.file.key_values:
+            return {}
+        stated = self.file.value(name, ValueType.ARRAY, ValueType.F32)
+        copies = {layer: float(threshold) for layer, threshold in enumerate(stated) if not math.isnan(threshold)}
+        if len(stated) != layers or not all(map(math.isfinite, copies.values())):
+            raise GgufError(f"states no threshold or NaN for each of its {layers} layers: {_REMEDY}")
+        if copies and not quantisable(self.shape.hidden_size, TensorType.Q4_0):
+            raise GgufError(f"states copies of rows of {self.shape.hidden_size} values, no whole blocks: {_REMEDY}")
+        return copies
 
     def _read_threshold(self) -> float:
         name = "powerinfer.sparse_threshold"

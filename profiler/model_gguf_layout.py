@@ -22,7 +22,10 @@ Tensors, numpy order (rows first), ``blk.{i}.`` before those of layer i:
     token_embd  position_embd  output_norm  output (absent when tied)
     attn_norm  attn_q  attn_k  attn_v  attn_output  ffn_norm  ffn_gate  ffn_up        [outputs, inputs], as checkpoints
     ffn_down [hidden, neurons] in dense files, ffn_down_t [neurons, hidden] in PWRI files (its bias: ffn_down_t.bias)
-    fc1 [r, hidden]  fc2 [neurons, r] in PWRI files
+    fc1 [r, hidden]  fc2 [neurons, r] in PWRI files, but for layers whose predictor is a copy of their rows
+
+The array ``copy_thresholds`` of F32, in a key of ours, is there where a layer's predictor is such a copy: one number per
+layer, NaN for the others.
     Falcon: attn_qkv (all query rows, then key, then value); with two norms attn_norm_2 is the attention's and attn_norm
     the FFN's
 

@@ -12,6 +12,7 @@ from .kernels.packed_matrix import PackedMatrix, row_bytes
 from .kernels.sparse_ffn_reference import Mode
 from .kv_cache import KeyValueCache
 from .placed_ffn import PlacedFfn
+from .placed_predictor import CopyPredictor
 from .weights import LayerWeights, Linear, ModelWeights, Norm
 
 if TYPE_CHECKING:
@@ -47,9 +48,12 @@ def touched(decoder: Decoder, prompt: list[int], token_ids: list[int]) -> Touche
         nonlocal neuron_bytes, fired, candidates
         for seen in activity(ffn, normed[-steps:], residual[-steps:], mode):
             first, fires, named = seen.tier.first, seen.fires, int(seen.named.sum())
+            copy = ffn.predictor if mode == "predicted" and isinstance(ffn.predictor, CopyPredictor) else None
             # A candidate that stays silent costs its first row alone, a dReLU one with a gate above zero its up row too.
             ups = int((seen.passes & seen.named).sum()) if seen.tier.up else 0
-            rows = named + ups + int((fires & seen.named).sum())
+            # Rows that are part of the copy have been read with it.
+            firsts = 0 if copy and copy.is_part(first) else named
+            rows = firsts + ups + int((fires & seen.named).sum())
             if mode == "dense":
                 rows = decoder.shape.neuron_matrices * fires.numel()
             neuron_bytes += row_bytes(first.kind, first.columns) * rows
@@ -92,11 +96,15 @@ def _tables(weights: ModelWeights) -> list[PackedMatrix]:
 
 def _predictor_bytes(layer: LayerWeights) -> int:
     predictor = layer.ffn.predictor
-    return _matrix_bytes(predictor.fc1) + _matrix_bytes(predictor.fc2) if predictor else 0
+    bias = predictor.bias if isinstance(predictor, CopyPredictor) else None
+    return sum(map(_matrix_bytes, predictor.matrices)) + _vector_bytes(bias) if predictor else 0
 
 
 def _neuron_matrices(layer: LayerWeights) -> list[PackedMatrix]:
-    return [matrix for tier in layer.ffn.tiers for matrix in (tier.first, tier.up, tier.down) if matrix]
+    """But for those that are part of a copy."""
+    matrices = [matrix for tier in layer.ffn.tiers for matrix in (tier.first, tier.up, tier.down) if matrix]
+    copy = layer.ffn.predictor
+    return [matrix for matrix in matrices if not (isinstance(copy, CopyPredictor) and copy.is_part(matrix))]
 
 
 def _cache_bytes(cache: KeyValueCache, positions: "torch.Tensor", window: int | None) -> float:

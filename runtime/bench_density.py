@@ -2,8 +2,9 @@
 
 A ReLU neuron fires on some share q of the tokens. With the sign of the row that decides on it turned it fires on 1 − q
 (FATReLU: on fewer), and with that row zeroed on none; so any density between silence and 1 − q̄ is reached by turning or
-zeroing rows of neurons drawn at random, in place. A dReLU neuron whose gate row becomes a copy of its up row fires wherever
-the up product is above zero. The predictors' rows follow: raised neurons are candidates on every token, zeroed ones never.
+zeroing rows of neurons drawn at random, in place.
+A dReLU neuron whose gate row becomes a copy of its up row fires wherever the up product is above zero. Predictors follow by
+a row of an MLP or a bias of a copy: raised neurons are candidates on every token, zeroed ones never.
 Which neurons are read is then random, and how many of the candidates fire is about as in a trained predictor.
 """
 
@@ -12,15 +13,17 @@ from typing import TYPE_CHECKING
 
 from .bench_replay import activity, replay
 from .decoder import Decoder
-from .kernels.packed_matrix import PackedMatrix, pack, row_bytes
+from .kernels.packed_matrix import pack, row_bytes
 from .kernels.sparse_ffn_reference import Mode
 from .placed_ffn import NeuronTier, PlacedFfn
+from .placed_predictor import CopyPredictor, PlacedPredictor
 
 if TYPE_CHECKING:
     import torch
 
 SEED = 0
 ALWAYS = 256.0  # a predictor row of this value in every column passes any threshold, of its negative none
+BEYOND_SCORES = 1e20  # times that, a bias that no product with a copy's row outweighs
 
 
 class MadeUpDensity:
@@ -48,12 +51,12 @@ class MadeUpDensity:
 
 @dataclass(frozen=True)
 class _SavedLayer:
-    """What is changed in place: deciding rows and their biases by tier, the predictor's second matrix. The share of the
-    layer's neurons that fire, and that of those that would if all were raised."""
+    """What is changed in place: deciding rows and their biases by tier, what names candidates in the predictor. The share of
+    the layer's neurons that fire, and that of those that would if all were raised."""
 
     first: "list[torch.Tensor]"
     up_bias: "list[torch.Tensor | None]"
-    fc2: "torch.Tensor | None"
+    naming: "torch.Tensor | None"
     firing_share: float
     raised_share: float
 
@@ -62,7 +65,7 @@ class _SavedLayer:
         return cls(
             [tier.first.data.clone() for tier in ffn.tiers],
             [None if tier.up_bias is None else tier.up_bias.clone() for tier in ffn.tiers],
-            ffn.predictor.fc2.data.clone() if ffn.predictor else None,
+            _naming(ffn.predictor).clone() if ffn.predictor else None,
             firing_share,
             raised_share,
         )
@@ -72,8 +75,8 @@ class _SavedLayer:
             tier.first.data.copy_(first)
             if tier.up_bias is not None and up_bias is not None:
                 tier.up_bias.copy_(up_bias)
-        if ffn.predictor and self.fc2 is not None:
-            ffn.predictor.fc2.data.copy_(self.fc2)
+        if ffn.predictor and self.naming is not None:
+            _naming(ffn.predictor).copy_(self.naming)
 
 
 def _firing_shares(decoder: Decoder, prompt: tuple[int, ...]) -> list[tuple[float, float]]:
@@ -111,7 +114,7 @@ def _change(ffn: PlacedFfn, saved: _SavedLayer, density: float, seed: int) -> No
         else:
             _scale_rows(tier, rows, -1.0 if raised else 0.0)
         if ffn.predictor:
-            _set_rows(ffn.predictor.fc2, first + rows, ALWAYS if raised else -ALWAYS)
+            _name(ffn.predictor, first + rows, ALWAYS if raised else -ALWAYS)
         first += len(tier)
 
 
@@ -130,7 +133,16 @@ def _scale_rows(tier: NeuronTier, rows: "torch.Tensor", factor: float) -> None:
         tier.up_bias[rows] *= factor
 
 
-def _set_rows(matrix: PackedMatrix, rows: "torch.Tensor", value: float) -> None:
+def _naming(predictor: PlacedPredictor) -> "torch.Tensor":
+    """What can be set for each neuron so that it is named always or never."""
+    return predictor.bias if isinstance(predictor, CopyPredictor) else predictor.fc2.data
+
+
+def _name(predictor: PlacedPredictor, rows: "torch.Tensor", value: float) -> None:
     import torch
 
+    if isinstance(predictor, CopyPredictor):
+        predictor.bias[rows.to(predictor.device)] = value * BEYOND_SCORES
+        return
+    matrix = predictor.fc2
     matrix.data[rows.to(matrix.device)] = pack(torch.full((1, matrix.columns), value), matrix.kind, matrix.device).data

@@ -67,7 +67,7 @@ def activity(ffn: PlacedFfn, normed: "torch.Tensor", residual: "torch.Tensor", m
     """Each tier's part of what the layer does with *normed* and *residual* [tokens, hidden]."""
     import torch
 
-    scores = ffn.predictor.scores(residual) if ffn.predictor and mode == "predicted" else None
+    scores = ffn.predictor.scores(normed, residual) if ffn.predictor and mode == "predicted" else None
     first = 0
     for tier in ffn.tiers:
         x = normed.to(tier.device)

@@ -94,7 +94,7 @@ def open_engine(workspace: Workspace, options: EngineOptions) -> Engine:
     hot, cold = resolve_device("cpu" if options.cpu_only else options.device), torch.device("cpu")
     checkpoint = open_checkpoint(workspace, record, options.model, read_ahead)
     kind, context = choose_kind(options.dtype, index, hot, checkpoint), _context(shape, options.context, index)
-    widths = [len(fc1) for fc1 in predictors.fc1] if predictors else None
+    widths = predictors.sizes() if predictors else None
     units = unit_bytes(shape, kind, context, options.slots, widths)
     free_bytes = torch.cuda.mem_get_info(hot)[0] if hot.type == "cuda" else None
 

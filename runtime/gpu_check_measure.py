@@ -145,9 +145,9 @@ def part_seconds(inputs: Sequence[LayerInput], weights: ModelWeights, mode: Mode
         add("attention maps", layer.device, partial(_maps, layer, x))
         scores, threshold = [None] * len(given.ffn.tiers), 0.0
         if mode == "predicted" and predictor is not None:
-            residual = given.residual[-1:].to(predictor.fc1.device).contiguous()
-            add("predictor", residual.device, partial(predictor.scores, residual))
-            scores = predictor.scores(residual).split([len(tier) for tier in given.ffn.tiers], dim=1)
+            read = [part[-1:].to(predictor.device).contiguous() for part in (given.normed, given.residual)]
+            add("predictor", predictor.device, partial(predictor.scores, *read))
+            scores = predictor.scores(*read).split([len(tier) for tier in given.ffn.tiers], dim=1)
             threshold = predictor.threshold
         for number, (tier, mine) in enumerate(zip(given.ffn.tiers, scores, strict=True)):
             own = None if mine is None else mine.to(tier.device)

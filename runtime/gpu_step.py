@@ -179,5 +179,5 @@ def gpu_step(shape: ModelShape, weights: ModelWeights, cache: KeyValueCache, rot
 def _stays_on(layer: LayerWeights, device: "torch.device") -> bool:
     ffn = layer.ffn
     beside = ffn.tiers[:-1] if ffn.overlap else ffn.tiers
-    predictor = ffn.predictor is None or ffn.predictor.fc1.device == device
+    predictor = ffn.predictor is None or ffn.predictor.device == device
     return predictor and all(tier.device == device for tier in beside)

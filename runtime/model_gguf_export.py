@@ -6,6 +6,7 @@ PowerInfer's engine wants or takes them: in quantised files the output head is Q
 matrix whose rows are no whole number of blocks is F16.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pi_toolkit.predictor_training.predictor_file import PredictorSet
+from pi_toolkit.predictor_training.predictor_file import MlpWeights, PredictorSet, RowsCopy
 from pi_toolkit.profiler import gguf_container
 from pi_toolkit.profiler.checkpoint import Checkpoint
 from pi_toolkit.profiler.command_line import note
@@ -129,7 +130,16 @@ def _keys(magic: Magic, source: ExportSource, weight_type: TensorType) -> list[K
         KeyValue(f"{OURS}version", ValueType.U32, VERSION),
         KeyValue(f"{OURS}fingerprint", ValueType.STRING, source.fingerprint),
         *activation_keys(shape),
+        *(_copy_keys(source.predictors) if magic == "PWRI" and source.predictors else ()),
     ]
+
+
+def _copy_keys(predictors: PredictorSet) -> list[KeyValue]:
+    """The thresholds of layers that are predicted by copies, where there are any."""
+    if not predictors.has_copies:
+        return []
+    thresholds = [layer.threshold if isinstance(layer, RowsCopy) else math.nan for layer in predictors.layers]
+    return [KeyValue(f"{OURS}copy_thresholds", ValueType.ARRAY, thresholds, ValueType.F32)]
 
 
 def _entries(magic: Magic, source: ExportSource, weight_type: TensorType) -> Iterator[_Entry]:
@@ -148,8 +158,10 @@ def _entries(magic: Magic, source: ExportSource, weight_type: TensorType) -> Ite
             name = layer_name(shape, magic, layer, role)
             yield entry(name, size, lambda layer=layer, role=role: _stored(model, magic, layer, role))  # type: ignore[misc]
     if magic == "PWRI" and source.predictors:
-        for layer, weights in enumerate(zip(source.predictors.fc1, source.predictors.fc2, strict=True)):
-            for name, weight in zip(predictor_names(layer), weights, strict=True):
+        for layer, mlp in enumerate(source.predictors.layers):
+            if not isinstance(mlp, MlpWeights):
+                continue
+            for name, weight in zip(predictor_names(layer), (mlp.fc1, mlp.fc2), strict=True):
                 yield entry(name, tuple(weight.shape), lambda weight=weight: weight)  # type: ignore[misc]
 
 
@@ -218,6 +230,11 @@ def _announce(magic: Magic, source: ExportSource, weight_type: TensorType, entri
     if odd:
         note(f"{len(odd)} matrices whose rows are no whole number of 32 values stay in F16 ({odd[0]} …)")
     if magic == "PWRI":
+        if source.predictors and source.predictors.has_copies:
+            note(
+                "PowerInfer's engine has no copies of rows as predictors and will not load this file: it is for this toolkit "
+                "(pi-train-predictor --kind mlp makes predictors for both)"
+            )
         if weight_type not in _ENGINE_TYPES:
             note(f"PowerInfer's engine computes F16 and Q4_0 alone: a file in {weight_type.name} is for this toolkit")
         if (shape.sliding_window and shape.family != "bamboo") or shape.head_dim * shape.num_heads != shape.hidden_size:

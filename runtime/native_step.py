@@ -90,16 +90,12 @@ def _devices(weights: ModelWeights) -> "set[torch.device]":
     for layer in weights.layers:
         devices |= {layer.device} | {tier.device for tier in layer.ffn.tiers}
         if layer.ffn.predictor:
-            devices.add(layer.ffn.predictor.fc1.device)
+            devices.add(layer.ffn.predictor.device)
     return devices
 
 
 def _layer(module: "ModuleType", layer: LayerWeights, keys: "torch.Tensor", values: "torch.Tensor") -> Any:
     ffn = layer.ffn
-    predictor = module.Predictor()
-    if ffn.predictor:
-        fc1, fc2 = matrix(module, ffn.predictor.fc1), matrix(module, ffn.predictor.fc2)
-        predictor = module.Predictor(fc1, fc2, ffn.predictor.threshold)
     return module.Layer(
         attention_norm=_norm(module, layer.attention_norm),
         query_key_value=matrix(module, layer.query_key_value.weight),
@@ -109,7 +105,7 @@ def _layer(module: "ModuleType", layer: LayerWeights, keys: "torch.Tensor", valu
         ffn_norm=_norm(module, layer.ffn_norm) if layer.ffn_norm else module.Norm(),
         tiers=[tier.native(module) for tier in ffn.tiers],
         down_bias=address(ffn.down_bias),
-        predictor=predictor,
+        predictor=ffn.predictor.native(module) if ffn.predictor else module.Predictor(),
         keys=address(keys),
         values=address(values),
     )

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 from pi_toolkit.profiler.model_families import Activation
 
 from .kernels import sparse_ffn_reference as kernel
-from .kernels.native import ACTIVATIONS, MODES, Products, address, extension, matrix, multiply, products
+from .kernels.native import ACTIVATIONS, MODES, Products, address, extension, matrix, products
 from .kernels.packed_matrix import PackedMatrix, row_tiles
 from .kernels.sparse_ffn_reference import Mode, NeuronRows, activate, up_factor
 from .kernels.triton_kernels import triton_kernels
 from .overlap import Overlap
+from .placed_predictor import PlacedPredictor
 
 if TYPE_CHECKING:
     import torch
@@ -147,24 +148,6 @@ class NeuronTier:
 
 
 @dataclass(frozen=True, eq=False)
-class PlacedPredictor:
-    """``fc1`` [r, hidden] and ``fc2`` [neurons, r], rows of ``fc2`` in the order of the tiers' neurons, so that each tier's
-    scores are a slice; neurons with a score of at least ``threshold`` are candidates."""
-
-    fc1: PackedMatrix
-    fc2: PackedMatrix
-    threshold: float
-
-    def scores(self, residual: "torch.Tensor") -> "torch.Tensor":
-        """float32 [tokens, neurons] from the residual stream [tokens, hidden].
-
-        Always in float32, so that which neurons are candidates does not depend on how many tokens are computed at once.
-        """
-        units = multiply(self.fc1, residual.to(self.fc1.device), exactly=True).relu()
-        return multiply(self.fc2, units, exactly=True)
-
-
-@dataclass(frozen=True, eq=False)
 class PlacedFfn:
     """The tiers of one layer, none of them empty, and the float32 bias [hidden] that is added once.
 
@@ -179,14 +162,15 @@ class PlacedFfn:
     def __call__(self, normed: "torch.Tensor", residual: "torch.Tensor", mode: Mode) -> "torch.Tensor":
         """The FFN's output float32 [tokens, hidden] on the device of *normed*.
 
-        *normed* [tokens, hidden] is what the neurons read, *residual* [tokens, hidden] what the predictor reads.
+        *normed* [tokens, hidden] is what the neurons and copies of their rows read, *residual* [tokens, hidden] what other
+        predictors read.
         """
         scores: list[torch.Tensor | None] = [None] * len(self.tiers)
         threshold = 0.0
         if mode == "predicted":
             assert self.predictor is not None, "the engine opens mode predicted only with predictors"
             threshold = self.predictor.threshold
-            named = self.predictor.scores(residual)
+            named = self.predictor.scores(normed, residual)
             scores = list(named.split([len(tier) for tier in self.tiers], dim=1))
         each = list(zip(self.tiers, scores, strict=True))
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
+from pi_toolkit.predictor_training.predictor_size import PredictorSize
 from pi_toolkit.profiler import activation_stats
 from pi_toolkit.profiler.command_line import note, readable_bytes
 from pi_toolkit.profiler.hardware import GIB
@@ -45,7 +46,7 @@ class RunConditions:
     context: int
     slots: int
     mode: Mode
-    predictor_hidden: Sequence[int] | None
+    predictor_sizes: Sequence[PredictorSize] | None
     budget_bytes: int
 
 
@@ -114,7 +115,7 @@ def solved(workspace: Workspace, record: ModelRecord, wanted: RunConditions) -> 
         mode=wanted.mode,
         time_limit_seconds=TIME_LIMIT_SECONDS,
     )
-    placement = place(shape, stats.counts, machine, request, wanted.predictor_hidden)
+    placement = place(shape, stats.counts, machine, request, wanted.predictor_sizes)
     if placement.fallback_reason:
         note(placement.fallback_reason)
     note(f"placed on the GPU: {readable_bytes(placement.gpu_bytes)} of at most {readable_bytes(wanted.budget_bytes)}")

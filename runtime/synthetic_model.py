@@ -22,7 +22,8 @@ from .decoder import Decoder
 from .kernels.packed_matrix import BLOCK, Kind, PackedMatrix, allocate, row_bytes
 from .kernels.sparse_ffn_reference import Mode
 from .overlap import Overlap, overlap_on
-from .placed_ffn import NeuronTier, PlacedFfn, PlacedPredictor
+from .placed_ffn import NeuronTier, PlacedFfn
+from .placed_predictor import MlpPredictor
 from .tier_plan import TierPlan
 from .weights import LayerWeights, Linear, ModelWeights, Norm
 
@@ -148,7 +149,7 @@ class SyntheticModel:
         hidden, width, device = self.size.hidden, self.size.predictor_width, self.plan.attention_device(layer)
         places = self.plan.tiers(layer, self.size.neurons)
         order, where = np.concatenate([ids for _, ids in places]), self.plan.predictor_device(layer)
-        predictor = PlacedPredictor(
+        predictor = MlpPredictor(
             fc1=draw.matrix(width, hidden, self._precise, where),
             fc2=draw.matrix(self.size.neurons, width, self._precise, where, self._lengths[order]),
             threshold=0.0,
@@ -183,12 +184,10 @@ class SyntheticModel:
 
         layers = list(weights.layers)
 
-        def observe(
-            number: int, ffn: PlacedFfn, _normed: "torch.Tensor", residual: "torch.Tensor", _mode: Mode
-        ) -> None:
+        def observe(number: int, ffn: PlacedFfn, normed: "torch.Tensor", residual: "torch.Tensor", _mode: Mode) -> None:
             assert ffn.predictor is not None, "every layer has one"
             order = np.concatenate([ids for _, ids in self.plan.tiers(number, self.size.neurons)])
-            scores = ffn.predictor.scores(residual)[0].cpu() / torch.from_numpy(self._lengths[order]).float()
+            scores = ffn.predictor.scores(normed, residual)[0].cpu() / torch.from_numpy(self._lengths[order]).float()
             predictor = replace(ffn.predictor, threshold=float(scores.std()))
             layers[number] = replace(layers[number], ffn=replace(layers[number].ffn, predictor=predictor))
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pi_toolkit.predictor_training.predictor_file import PredictorSet
+from pi_toolkit.predictor_training.predictor_file import MlpWeights, PredictorSet
 from pi_toolkit.profiler.checkpoint import Checkpoint
 from pi_toolkit.profiler.quantisation import QuantisedKind, QuantisedMatrix, SelectedRows, TurnedMatrix, select_rows
 
@@ -16,7 +16,8 @@ from .gpu_memory import allocating
 from .kernels.native import multiply
 from .kernels.packed_matrix import Kind, PackedMatrix, allocate, fill, pack, row_bytes
 from .overlap import Overlap, overlap_on
-from .placed_ffn import NeuronTier, PlacedFfn, PlacedPredictor
+from .placed_ffn import NeuronTier, PlacedFfn
+from .placed_predictor import CopyPredictor, MlpPredictor, PlacedPredictor
 from .tier_plan import TierPlan
 
 if TYPE_CHECKING:
@@ -190,27 +191,55 @@ class _Loader:
 
         checkpoint, shape = self.checkpoint, self.checkpoint.shape
         places = [(where, torch.from_numpy(ids)) for where, ids in self.plan.tiers(layer, shape.ffn_sizes[layer])]
-        predictor = None
-        if self.predictors:
-            order = torch.cat([ids for _, ids in places]).numpy()
-            where = self.plan.predictor_device(layer)
-            fc1, fc2 = self.predictors.fc1[layer], select_rows(self.predictors.fc2[layer], order)
-            with allocating(f"the predictor of layer {layer}"):
-                matrices = self.precise(fc1, where), self.precise(fc2, where)
-            predictor = PlacedPredictor(*matrices, self.predictors.threshold)
+        predictor = self._predictor(layer, torch.cat([ids for _, ids in places])) if self.predictors else None
+        tiers, first = [], 0
+        for where, ids in places:
+            shared = self._shared_rows(layer, predictor, where, first, len(ids))
+            tiers.append(self._tier(layer, where, ids, shared))
+            first += len(ids)
         return PlacedFfn(
-            tiers=tuple(self._tier(layer, where, ids) for where, ids in places),
+            tiers=tuple(tiers),
             down_bias=_vector(checkpoint.layer(layer, "down.bias"), device) if shape.ffn_bias else None,
             predictor=predictor,
             overlap=self.overlaps.get(device) if places[-1][0].type == "cpu" else None,
         )
 
-    def _tier(self, layer: int, device: "torch.device", ids: "torch.Tensor") -> NeuronTier:
-        with allocating(f"{len(ids)} neurons of layer {layer}"):
-            return self._neurons(layer, device, ids)
+    def _predictor(self, layer: int, order: "torch.Tensor") -> PlacedPredictor:
+        """The predictor of *layer* for its neurons in this *order*, int64 [neurons]."""
+        import torch
 
-    def _neurons(self, layer: int, device: "torch.device", ids: "torch.Tensor") -> NeuronTier:
-        """The rows of neurons *ids*, int64 [k]; up and down of gated neurons interleaved."""
+        assert self.predictors is not None, "asked for only with predictors"
+        device, given = self.plan.predictor_device(layer), self.predictors.layers[layer]
+        with allocating(f"the predictor of layer {layer}"):
+            if isinstance(given, MlpWeights):
+                fc1, fc2 = self.precise(given.fc1, device), self.precise(select_rows(given.fc2, order.numpy()), device)
+                return MlpPredictor(fc1, fc2, self.predictors.threshold)
+            checkpoint, shape = self.checkpoint, self.checkpoint.shape
+            rows = select_rows(checkpoint.neuron_rows(layer, shape.deciding_role), order.numpy())
+            bias = checkpoint.layer(layer, "up.bias")[order] if shape.ffn_bias else torch.zeros(len(order))
+            return CopyPredictor(pack(rows, "q4_0", device), _vector(bias, device), given.threshold)
+
+    def _shared_rows(
+        self, layer: int, predictor: PlacedPredictor | None, device: "torch.device", first: int, count: int
+    ) -> PackedMatrix | None:
+        """Rows *first* … of a copy, where they are just what a tier of *count* neurons on *device* would hold itself."""
+        if not isinstance(predictor, CopyPredictor) or predictor.device != device:
+            return None
+        shape, rows = self.checkpoint.shape, predictor.rows
+        stored = None if shape.gated else _block_kind(self.checkpoint.neuron_rows(layer, shape.deciding_role))
+        if self.kind != rows.kind or stored not in (None, rows.kind):
+            return None
+        return PackedMatrix(rows.kind, rows.columns, rows.data[first : first + count])
+
+    def _tier(self, layer: int, device: "torch.device", ids: "torch.Tensor", shared: PackedMatrix | None) -> NeuronTier:
+        with allocating(f"{len(ids)} neurons of layer {layer}"):
+            return self._neurons(layer, device, ids, shared)
+
+    def _neurons(
+        self, layer: int, device: "torch.device", ids: "torch.Tensor", shared: PackedMatrix | None
+    ) -> NeuronTier:
+        """The rows of neurons *ids*, int64 [k]; up and down of gated neurons interleaved. Those that decide on firing are
+        *shared*, where they are there already."""
         checkpoint, shape = self.checkpoint, self.checkpoint.shape
         length, activation = row_bytes(self.kind, shape.hidden_size), shape.known_activation()
 
@@ -222,13 +251,12 @@ class _Loader:
 
         up_bias = _vector(checkpoint.layer(layer, "up.bias")[ids], device) if shape.ffn_bias else None
         if not shape.gated:
-            up, down = self.matrix(rows("up.weight"), device), self.matrix(rows("down.weight"), device)
+            up, down = shared or self.matrix(rows("up.weight"), device), self.matrix(rows("down.weight"), device)
             return NeuronTier(up, None, down, up_bias, activation, shape.activation_threshold)
         pairs = allocate(len(ids), 2 * length, device)
         return NeuronTier(
-            first=pack(
-                rows("gate.weight"), self.kind, device
-            ),  # of one type with up: both meet the same prepared vector
+            # of one type with up: both meet the same prepared vector
+            first=shared or pack(rows("gate.weight"), self.kind, device),
             up=fill(pairs[:, :length], self.kind, rows("up.weight")),
             down=fill(pairs[:, length:], self.kind, rows("down.weight")),
             up_bias=up_bias,

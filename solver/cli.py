@@ -145,7 +145,7 @@ def main(
         context=ctx or min(shape.max_positions, DEFAULT_CONTEXT),
         predictor_dtype=predictors.dtype,
         tokens=stats.tokens,
-        mode=mode if mode != "auto" else "predicted" if predictors.hidden else "exact",  # type: ignore[arg-type]
+        mode=mode if mode != "auto" else "predicted" if predictors.sizes else "exact",  # type: ignore[arg-type]
         overshoot=predictors.overshoot,
         group_size=_group_size(shape.ffn_sizes, group_size or (POWERINFER_BLOCK if for_powerinfer else GROUP_NEURONS)),
         whole_groups=for_powerinfer,
@@ -157,7 +157,7 @@ def main(
     if machine.gpu and not request.gpu_budget_bytes:
         note("the reserve takes all of --vram, so nothing goes on the GPU")
     with working("placing neurons"):
-        placement = place(shape, stats.counts, machine, request, predictors.hidden)
+        placement = place(shape, stats.counts, machine, request, predictors.sizes)
     if placement.fallback_reason:
         note(placement.fallback_reason)
     gpuidx.write(path, gpu_index(placement, record, machine, request))

@@ -7,6 +7,7 @@ stored in blocks of 32 values along their rows.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from pi_toolkit.predictor_training.predictor_size import PredictorSize, copy_bytes
 from pi_toolkit.profiler.errors import PlacementError
 from pi_toolkit.profiler.model_families import ModelShape
 
@@ -41,15 +42,17 @@ def unit_bytes(
     dtype: str,
     context: int,
     batch_size: int,
-    predictor_hidden: Sequence[int] | None = None,
+    predictor_sizes: Sequence[PredictorSize] | None = None,
     predictor_dtype: str | None = None,
     head_dtype: str | None = None,
 ) -> UnitBytes:
     """Bytes of a model of *shape* stored as *dtype* with a KV cache of *context* tokens for *batch_size* sequences.
 
-    *predictor_hidden* holds the predictors' widths, None when there are none. Without a *predictor_dtype* and *head_dtype*
-    they and the output head are stored in :func:`precise_dtype`, also where PowerInfer's quantiser would choose Q5_0 (its
-    Q8_0 files). Raises ``PlacementError`` for rows that are no whole number of quantisation blocks.
+    *predictor_sizes* says what each layer's predictor is: the width of an MLP, or a copy, which is q4_0 in every type; None
+    when there are none. A copy counts in full, though in a model of q4_0 neurons beside it share its rows. Without a
+    *predictor_dtype* and *head_dtype* MLPs and the output head are stored in :func:`precise_dtype`, also where PowerInfer's
+    quantiser would choose Q5_0 (its Q8_0 files). Raises ``PlacementError`` for rows that are no whole number of quantisation
+    blocks.
     """
     attention = _tensors_bytes(shape.attention_shapes().values(), dtype)
     attention += _tensors_bytes(_ffn_dense_shapes(shape), dtype)
@@ -58,13 +61,13 @@ def unit_bytes(
     head = [shared.get("head.weight", shared["embedding.weight"])]
     head += [tensor for role, tensor in shared.items() if role.startswith("final_norm.")]
     tables = [shared[role] for role in ("embedding.weight", "positions.weight") if role in shared]
-    widths = predictor_hidden or [0] * shape.num_layers
+    sizes: Sequence[PredictorSize] = predictor_sizes or [0] * shape.num_layers
     return UnitBytes(
         attention=(attention + kv_cache,) * shape.num_layers,
         kv_cache=kv_cache,
         predictor=tuple(
             _predictor_bytes(shape, n, r, predictor_dtype or precise_dtype(dtype))
-            for n, r in zip(shape.ffn_sizes, widths, strict=True)
+            for n, r in zip(shape.ffn_sizes, sizes, strict=True)
         ),
         neuron=neuron_bytes(shape, dtype),
         head=_tensors_bytes(head, head_dtype or precise_dtype(dtype)),
@@ -107,10 +110,10 @@ def _tensors_bytes(shapes: Iterable[Sequence[int]], dtype: str) -> int:
     return sum(tensor_bytes(tensor_shape, dtype) for tensor_shape in shapes)
 
 
-def _predictor_bytes(shape: ModelShape, neurons: int, hidden: int, dtype: str) -> int:
-    if hidden == 0:
-        return 0
-    return _tensors_bytes([(hidden, shape.hidden_size), (neurons, hidden)], dtype)
+def _predictor_bytes(shape: ModelShape, neurons: int, size: PredictorSize, dtype: str) -> int:
+    if size == "copy":
+        return copy_bytes(shape.hidden_size, neurons)
+    return _tensors_bytes([(size, shape.hidden_size), (neurons, size)], dtype) if size else 0
 
 
 def _ffn_dense_shapes(shape: ModelShape) -> list[tuple[int, ...]]:

@@ -6,6 +6,7 @@ from typing import Literal
 
 import numpy as np
 
+from pi_toolkit.predictor_training.predictor_size import PredictorSize
 from pi_toolkit.profiler.errors import PlacementError
 from pi_toolkit.profiler.hardware import Hardware
 from pi_toolkit.profiler.model_families import ModelShape
@@ -154,9 +155,9 @@ def place(
     counts: Sequence[np.ndarray],
     hardware: Hardware,
     request: PlacementRequest,
-    predictor_hidden: Sequence[int] | None = None,
+    predictor_sizes: Sequence[PredictorSize] | None = None,
 ) -> Placement:
-    """Place a model with firing *counts* [neurons] per layer and predictors of widths *predictor_hidden*.
+    """Place a model with firing *counts* [neurons] per layer and predictors of *predictor_sizes*.
 
     The GPUs of *hardware* and of *request* are the same. Raises ``PlacementError`` when the model does not fit the memory
     of all devices, or what is asked for contradicts itself. A machine without a GPU has no budget and every C_l is None.
@@ -167,7 +168,7 @@ def place(
         request.dtype,
         request.context,
         request.batch_size,
-        predictor_hidden,
+        predictor_sizes,
         request.predictor_dtype,
         request.head_dtype,
     )

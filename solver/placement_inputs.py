@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from pi_toolkit.predictor_training.predictor_size import PredictorSize
 from pi_toolkit.profiler.command_line import FiniteFloatType, note
 from pi_toolkit.profiler.hardware import GIB, Hardware
 
@@ -49,9 +50,9 @@ class PinType(click.ParamType):
 
 @dataclass(frozen=True)
 class PredictorFacts:
-    """Widths and type of a model's predictors, and candidates per firing, one for all layers where none was measured."""
+    """What each layer's predictor is, the type of MLPs, and candidates per firing, one for all where none was measured."""
 
-    hidden: list[int] | None
+    sizes: list[PredictorSize] | None
     dtype: str | None
     overshoot: float | tuple[float, ...]
 
@@ -78,18 +79,18 @@ def with_vram(machine: Hardware, vram: Sequence[float] | None) -> Hardware:
 
 def read_predictors(workspace: "Workspace", record: "ModelRecord", dtype: str) -> PredictorFacts:
     """The predictors inside a model file, or beside the counts; raises named errors for damaged ones."""
-    from pi_toolkit.predictor_training.predictor_file import read_hidden_sizes, read_overshoot
+    from pi_toolkit.predictor_training.predictor_file import read_overshoot, read_sizes
     from pi_toolkit.profiler.model_gguf import GgufModel
 
     shape = record.shape
     if workspace.is_file:
         model = GgufModel(workspace.path)
-        if (hidden := model.predictor_widths()) is not None:
-            return PredictorFacts(hidden, _held_in(model, dtype), ASSUMED_OVERSHOOT)
+        if (sizes := model.predictor_sizes()) is not None:
+            return PredictorFacts(sizes, _held_in(model, dtype), ASSUMED_OVERSHOOT)
     if workspace.predictor.exists():
-        hidden = read_hidden_sizes(workspace.predictor, shape.hidden_size, shape.ffn_sizes, record.fingerprint)
+        sizes = read_sizes(workspace.predictor, shape.hidden_size, shape.ffn_sizes, record.fingerprint)
         measured = read_overshoot(workspace.predictor, shape.num_layers)
-        return PredictorFacts(hidden, None, tuple(measured) if measured else ASSUMED_OVERSHOOT)
+        return PredictorFacts(sizes, None, tuple(measured) if measured else ASSUMED_OVERSHOOT)
     return PredictorFacts(None, None, ASSUMED_OVERSHOOT)
 
 
@@ -124,5 +125,6 @@ def _held_in(model: Any, dtype: str) -> str:
     from pi_toolkit.profiler.model_gguf import predictor_names
     from pi_toolkit.profiler.quantisation import KINDS
 
-    kind = KINDS.get(model.file.tensors[predictor_names(0)[0]].type)
+    mlp = next((layer for layer in range(model.num_predictors) if layer not in model.copy_thresholds), None)
+    kind = None if mlp is None else KINDS.get(model.file.tensors[predictor_names(mlp)[0]].type)
     return kind if kind and dtype in ("q8_0", "q4_0") else precise_dtype(dtype)

@@ -222,8 +222,11 @@ def _density(model: "SimulatedModel") -> float:
 
 
 def _predictor_parameters(model: "SimulatedModel") -> int:
-    sizes = zip(model.predictor_hidden, model.shape.ffn_sizes, strict=True)
-    return sum(width * (model.shape.hidden_size + neurons) for width, neurons in sizes)
+    """Copies count as what takes their bytes in F16."""
+    from pi_toolkit.predictor_training.predictor_size import F16_BYTES, predictor_bytes
+
+    sizes = zip(model.predictor_sizes, model.shape.ffn_sizes, strict=True)
+    return sum(predictor_bytes(model.shape.hidden_size, neurons, size) for size, neurons in sizes) // F16_BYTES
 
 
 def _compare_with_paper(as_json: bool) -> None:

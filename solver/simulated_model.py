@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
+from pi_toolkit.predictor_training.predictor_size import PredictorSize
 from pi_toolkit.profiler.errors import PlacementError
 from pi_toolkit.profiler.model_families import ModelShape, read_shape
 
@@ -26,14 +27,14 @@ LAWS: dict[str, Locality80] = {"relu": RELU, "reglu": REGLU, "swiglu": SWIGLU}
 @dataclass(frozen=True)
 class SimulatedModel:
     """``firing_shares``: per layer float64 [neurons], the share of tokens on which each neuron fires; ``context``: tokens of
-    KV cache that have room, of which a token reads ``tokens_read`` (None: all); ``predictor_hidden``: the predictors' widths,
-    per layer."""
+    KV cache that have room, of which a token reads ``tokens_read`` (None: all); ``predictor_sizes``: of each layer's
+    predictor."""
 
     shape: ModelShape
     firing_shares: tuple[np.ndarray, ...]
     dtype: str
     context: int
-    predictor_hidden: tuple[int, ...]
+    predictor_sizes: tuple[PredictorSize, ...]
     predictor_dtype: str = PREDICTOR_DTYPE
     tokens_read: int | None = None
 
@@ -41,12 +42,12 @@ class SimulatedModel:
 @dataclass(frozen=True)
 class ModelFacts:
     """What a name or path stands for, before a type and a context are chosen. ``firing_shares``: measured ones, of a
-    workspace's profile; ``preset``: what the paper says of the model; ``predictor_hidden``: of trained predictors."""
+    workspace's profile; ``preset``: what the paper says of the model; ``predictor_sizes``: of trained predictors."""
 
     shape: ModelShape
     preset: ModelPreset | None = None
     firing_shares: tuple[np.ndarray, ...] | None = None
-    predictor_hidden: tuple[int, ...] | None = None
+    predictor_sizes: tuple[PredictorSize, ...] | None = None
 
 
 def model_facts(name: str) -> ModelFacts:
@@ -92,8 +93,8 @@ def simulated_model(
         mean = density if density is not None else preset.density if preset else _mean(facts.firing_shares or ())
         law = locality or (preset.locality if preset else REGLU if shape.gated else RELU)
         shares = firing_shares_by_law(shape.ffn_sizes, mean, law)
-    hidden = facts.predictor_hidden if predictor_share is None else None
-    if hidden is None:
+    sizes = facts.predictor_sizes if predictor_share is None else None
+    if sizes is None:
         share = (
             predictor_share
             if predictor_share is not None
@@ -101,8 +102,8 @@ def simulated_model(
             if preset
             else MEAN_PREDICTOR_SHARE
         )
-        hidden = predictor_widths(shape, share)
-    return SimulatedModel(shape, shares, dtype, context, hidden, predictor_dtype, tokens_read)
+        sizes = predictor_widths(shape, share)
+    return SimulatedModel(shape, shares, dtype, context, sizes, predictor_dtype, tokens_read)
 
 
 def predictor_widths(shape: ModelShape, share: float) -> tuple[int, ...]:
@@ -117,7 +118,7 @@ def _mean(shares: Sequence[np.ndarray]) -> float:
 
 
 def _of_workspace(path: Path) -> ModelFacts:
-    from pi_toolkit.predictor_training.predictor_file import read_hidden_sizes
+    from pi_toolkit.predictor_training.predictor_file import read_sizes
     from pi_toolkit.profiler import activation_stats
     from pi_toolkit.profiler.model_gguf import GgufModel
     from pi_toolkit.profiler.workspace import Workspace, read_model
@@ -126,10 +127,10 @@ def _of_workspace(path: Path) -> ModelFacts:
     record = read_model(workspace)
     sizes = record.shape.ffn_sizes
     stats = activation_stats.read(workspace.activation, sizes, record.fingerprint)
-    hidden: Sequence[int] | None = None
+    predictors: Sequence[PredictorSize] | None = None
     if workspace.is_file:
-        hidden = GgufModel(path).predictor_widths()
+        predictors = GgufModel(path).predictor_sizes()
     elif workspace.predictor.exists():
-        hidden = read_hidden_sizes(workspace.predictor, record.shape.hidden_size, sizes, record.fingerprint)
+        predictors = read_sizes(workspace.predictor, record.shape.hidden_size, sizes, record.fingerprint)
     shares = firing_shares(stats.counts, stats.tokens)
-    return ModelFacts(record.shape, None, shares, tuple(hidden) if hidden else None)
+    return ModelFacts(record.shape, None, shares, tuple(predictors) if predictors else None)

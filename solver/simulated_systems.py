@@ -67,7 +67,7 @@ def system_reads(model: SimulatedModel, system: System) -> tuple[np.ndarray, ...
 
 def system_units(model: SimulatedModel, system: System) -> UnitBytes:
     """Bytes of the units; the dense systems have no predictors."""
-    hidden = None if system in DENSE else model.predictor_hidden
+    hidden = None if system in DENSE else model.predictor_sizes
     return unit_bytes(model.shape, model.dtype, model.context, 1, hidden, model.predictor_dtype)
 
 
@@ -87,7 +87,7 @@ def _by_program(model: SimulatedModel, hardware: Hardware) -> Placement:
         mode="predicted",
     )
     counts = [np.rint(share * FIRINGS_PER_SHARE).astype(np.int64) for share in model.firing_shares]
-    return place(model.shape, counts, hardware, request, model.predictor_hidden)
+    return place(model.shape, counts, hardware, request, model.predictor_sizes)
 
 
 def _shuffled(neurons: Sequence[np.ndarray]) -> list[np.ndarray]:

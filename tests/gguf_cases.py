@@ -20,7 +20,7 @@ def random_predictors(checkpoint: Checkpoint, fingerprint: str, seed: int = 0) -
     hidden, sizes = checkpoint.shape.hidden_size, checkpoint.shape.ffn_sizes
     fc1 = tuple((torch.randn(WIDTH, hidden) / hidden**0.5).half() for _ in sizes)
     fc2 = tuple((torch.randn(neurons, WIDTH) / WIDTH**0.5).half() for neurons in sizes)
-    return PredictorSet(fc1, fc2, 0.25, fingerprint, None)
+    return PredictorSet.of_mlps(fc1, fc2, 0.25, fingerprint, None)
 
 
 def source_of(directory: Path) -> ExportSource:

@@ -66,7 +66,7 @@ def random_predictors(checkpoint: Checkpoint) -> PredictorSet:
     shape, generator = checkpoint.shape, torch.Generator().manual_seed(8)
     fc1 = tuple(torch.randn(32, shape.hidden_size, generator=generator) for _ in shape.ffn_sizes)
     fc2 = tuple(torch.randn(neurons, 32, generator=generator) for neurons in shape.ffn_sizes)
-    return PredictorSet(fc1, fc2, 0.5, None, None)
+    return PredictorSet.of_mlps(fc1, fc2, 0.5, None, None)
 
 
 def drawn(sizes: Sequence[int], share: float) -> tuple[np.ndarray, ...]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pi_toolkit.predictor_training import predictor_file
-from pi_toolkit.predictor_training.predictor_file import LayerQuality, PredictorSet
+from pi_toolkit.predictor_training.predictor_file import LayerQuality, MlpWeights, PredictorSet, RowsCopy
 from pi_toolkit.profiler.errors import FingerprintMismatchError, PredictorFileError
 
 FINGERPRINT = "ab" * 32
@@ -24,7 +24,7 @@ def example(sizes: tuple[int, ...] = SIZES, widths: tuple[int, ...] = WIDTHS) ->
     fc1 = tuple(torch.randn(HIDDEN, r, generator=generator).half().float().T for r in widths)
     fc2 = tuple(torch.randn(n, r, generator=generator).half().float() for n, r in zip(sizes, widths, strict=True))
     quality = tuple(LayerQuality(i, r, 0.98, 0.7, 0.3, 0.2) for i, r in enumerate(widths))
-    return PredictorSet(fc1, fc2, 1.0, FINGERPRINT, quality)
+    return PredictorSet.of_mlps(fc1, fc2, 1.0, FINGERPRINT, quality)
 
 
 @pytest.fixture
@@ -52,8 +52,17 @@ def edit_config(directory: Path, change: dict[str, Any]) -> None:
 
 
 def assert_same_weights(found: PredictorSet, expected: PredictorSet) -> None:
-    for ours, theirs in zip(found.fc1 + found.fc2, expected.fc1 + expected.fc2, strict=True):
+    for ours, theirs in zip(weights_of(found), weights_of(expected), strict=True):
         assert torch.equal(ours.float(), theirs)
+
+
+def pairs(weights: list[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return list(zip(weights[::2], weights[1::2], strict=True))
+
+
+def weights_of(predictors: PredictorSet) -> list[torch.Tensor]:
+    """fc1 and fc2 of every layer."""
+    return [weight for layer in predictors.layers if isinstance(layer, MlpWeights) for weight in (layer.fc1, layer.fc2)]
 
 
 def test_predictors_survive(directory: Path) -> None:
@@ -61,12 +70,12 @@ def test_predictors_survive(directory: Path) -> None:
     found = read(directory)
     assert_same_weights(found, example())
     assert (found.threshold, found.fingerprint, found.quality) == (1.0, FINGERPRINT, example().quality)
-    assert found.num_parameters() == sum(r * (HIDDEN + n) for n, r in zip(SIZES, WIDTHS, strict=True))
+    assert found.sizes() == list(WIDTHS) and not found.has_copies
 
 
 def test_files_are_powerinfers(directory: Path) -> None:
     """Prevents files its converter reads wrongly in silence: it takes the zip's raw bytes for a contiguous matrix."""
-    for layer, (fc1, fc2) in enumerate(zip(example().fc1, example().fc2, strict=True)):
+    for layer, (fc1, fc2) in enumerate(pairs(weights_of(example()))):
         content = torch.load(directory / f"model_{layer}.pt")
         assert list(content) == ["fc1.weight", "fc2.weight"]
         assert all(weight.dtype == torch.float16 and weight.is_contiguous() for weight in content.values())
@@ -99,7 +108,7 @@ def test_powerinfers_own_directory_is_accepted(
     tmp_path: Path, dtype: torch.dtype, config: dict[str, Any] | None
 ) -> None:
     """Prevents refusing published predictors, which have a threshold and nothing else, or not even that."""
-    for layer, (fc1, fc2) in enumerate(zip(example().fc1, example().fc2, strict=True)):
+    for layer, (fc1, fc2) in enumerate(pairs(weights_of(example()))):
         weights = {"fc1.weight": fc1.to(dtype), "fc2.weight": torch.nn.Parameter(fc2.to(dtype))}
         torch.save(weights, tmp_path / f"model_{layer}.pt")
     if config is not None:
@@ -107,9 +116,9 @@ def test_powerinfers_own_directory_is_accepted(
     found = read(tmp_path)
     assert found.threshold == (config or {}).get("sparse_threshold", 0.0)
     assert found.fingerprint is None and found.quality is None
-    assert all(weight.dtype == dtype and not weight.requires_grad for weight in found.fc1 + found.fc2)
-    assert [tuple(weight.shape) for weight in found.fc1] == [(r, HIDDEN) for r in WIDTHS]
-    assert predictor_file.read_hidden_sizes(tmp_path, HIDDEN, SIZES, FINGERPRINT) == list(WIDTHS)
+    assert all(weight.dtype == dtype and not weight.requires_grad for weight in weights_of(found))
+    assert [tuple(weight.shape) for weight in weights_of(found)[::2]] == [(r, HIDDEN) for r in WIDTHS]
+    assert predictor_file.read_sizes(tmp_path, HIDDEN, SIZES, FINGERPRINT) == list(WIDTHS)
 
 
 def test_layers_are_read_in_numeric_order(tmp_path: Path) -> None:
@@ -123,7 +132,7 @@ def test_layers_are_read_in_numeric_order(tmp_path: Path) -> None:
 def test_widths_are_read_without_the_weights(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prevents pi-place from loading gigabytes of predictors to learn their sizes."""
     monkeypatch.setattr(predictor_file, "load_tensors", lambda *_: pytest.fail("weights were loaded"))
-    assert predictor_file.read_hidden_sizes(directory, HIDDEN, SIZES, FINGERPRINT) == list(WIDTHS)
+    assert predictor_file.read_sizes(directory, HIDDEN, SIZES, FINGERPRINT) == list(WIDTHS)
 
 
 class Payload:
@@ -197,7 +206,7 @@ def test_no_changed_byte_crashes_the_reader(directory: Path) -> None:
         except PredictorFileError as error:
             assert str(directory) in str(error)
         else:
-            assert found.fc2[0].shape == (10, 3)
+            assert weights_of(found)[1].shape == (10, 3)
 
 
 def test_missing_directory_says_what_to_run(tmp_path: Path) -> None:
@@ -262,7 +271,7 @@ def test_predictors_of_another_model_are_refused(directory: Path) -> None:
 
 
 def layers(**changes: Any) -> list[dict[str, Any]]:
-    return [{**vars(entry), **changes} for entry in example().quality or ()]
+    return [{**entry.entry(), **changes} for entry in example().quality or ()]
 
 
 @pytest.mark.parametrize(
@@ -306,7 +315,8 @@ def test_config_that_is_no_json_is_refused(directory: Path, content: bytes) -> N
 
 def test_weights_beyond_f16_keep_the_old_predictors(directory: Path) -> None:
     """Prevents infinities, which name every neuron or none, from replacing good predictors."""
-    huge = replace(example(), fc2=(*example().fc2[:2], torch.full((4, 2), 1e6)))
+    good = example()
+    huge = replace(good, layers=(*good.layers[:2], MlpWeights(torch.ones(2, HIDDEN), torch.full((4, 2), 1e6))))
     with pytest.raises(PredictorFileError, match="layer 2 does not fit in F16: train with a lower --learning-rate"):
         predictor_file.write(directory, huge, {})
     assert_same_weights(read(directory), example())
@@ -318,3 +328,80 @@ def test_writing_replaces_the_directory_as_a_whole(directory: Path) -> None:
     predictor_file.write(directory, example((4,), (2,)), {})
     assert {path.name for path in directory.iterdir()} == {"model_0.pt", "config.json"}
     assert [path.name for path in directory.parent.iterdir()] == ["predictor"]
+
+
+def with_copy() -> PredictorSet:
+    """The example with a copy of its rows as predictor of layer 1."""
+    mlps = example()
+    quality = list(mlps.quality or ())
+    quality[1] = LayerQuality(1, 0, 0.99, 0.9, 0.2, 0.2, kind="copy", input="normed", threshold=-0.25)
+    return replace(mlps, layers=(mlps.layers[0], RowsCopy(-0.25), mlps.layers[2]), quality=tuple(quality))
+
+
+@pytest.fixture
+def mixed(tmp_path: Path) -> Path:
+    predictor_file.write(tmp_path / "predictor", with_copy(), {})
+    return tmp_path / "predictor"
+
+
+def test_copies_survive(mixed: Path) -> None:
+    """Prevents a copy's threshold from being lost, or another layer's MLP from taking its place."""
+    found = read(mixed)
+    assert found.layers[1] == RowsCopy(-0.25) and found.has_copies
+    assert_same_weights(found, with_copy())
+    assert found.quality == with_copy().quality
+    assert found.sizes() == predictor_file.read_sizes(mixed, HIDDEN, SIZES, FINGERPRINT) == [3, "copy", 2]
+    assert {path.name for path in mixed.iterdir()} == {"config.json", "model_0.pt", "model_2.pt"}
+    assert json.loads((mixed / "config.json").read_text())["layers"][1] == {
+        "layer": 1,
+        "recall": 0.99,
+        "precision": 0.9,
+        "density": 0.2,
+        "firing_share": 0.2,
+        "kind": "copy",
+        "input": "normed",
+        "threshold": -0.25,
+    }
+
+
+def test_files_of_the_other_layers_are_as_without_copies(directory: Path, tmp_path: Path) -> None:
+    """Prevents copies from changing the files that PowerInfer's programs read."""
+    predictor_file.write(tmp_path / "mixed", with_copy(), {})
+    for name in ("model_0.pt", "model_2.pt"):
+        assert (tmp_path / "mixed" / name).read_bytes() == (directory / name).read_bytes()
+
+
+def copy_entries(**changes: Any) -> list[dict[str, Any]]:
+    entries = [entry.entry() for entry in with_copy().quality or ()]
+    return [entry | (changes if entry["kind"] == "copy" else {}) for entry in entries]
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"threshold": None}, "has a malformed list of layers"),
+        ({"threshold": float("nan")}, "has a malformed list of layers"),
+        ({"threshold": 10**400}, "has a malformed list of layers"),
+        ({"threshold": True}, "has a malformed list of layers"),
+        ({"hidden": 5}, "has a malformed list of layers"),
+        ({"input": "residual"}, "states a predictor of kind 'copy' on 'residual', which this release does not know"),
+        ({"kind": ["copy"]}, "states a predictor of kind ['copy'] on 'normed'"),
+        ({"kind": "mlp", "input": "residual"}, "has a malformed list of layers"),
+    ],
+)
+def test_malformed_copies_are_refused(mixed: Path, change: dict[str, Any], sentence: str) -> None:
+    """Prevents a threshold that names all or no neurons, and kinds that are mixed up."""
+    edit_config(mixed, {"layers": copy_entries(**change)})
+    assert sentence in refusal(mixed)
+
+
+def test_a_file_for_a_copied_layer_is_refused(mixed: Path) -> None:
+    """Prevents an MLP from being left out in silence because the layer is said to be a copy."""
+    (mixed / "model_1.pt").write_bytes((mixed / "model_0.pt").read_bytes())
+    assert "holds 'model_1.pt' for a layer that needs no file" in refusal(mixed)
+
+
+def test_a_missing_file_beside_copies_is_named(mixed: Path) -> None:
+    """Prevents a layer whose MLP is gone from being taken for a copy."""
+    (mixed / "model_2.pt").unlink()
+    assert "lacks 'model_2.pt' of 3 layers" in refusal(mixed)

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from pi_toolkit.predictor_training.masked_perplexity import masked_perplexity
-from pi_toolkit.predictor_training.predictor_file import read
+from pi_toolkit.predictor_training.masks import MlpMask
+from pi_toolkit.predictor_training.predictor_file import MlpWeights, read
 from pi_toolkit.profiler.checkpoint import Checkpoint
 from pi_toolkit.profiler.errors import CorpusError
 from pi_toolkit.profiler.hf_model import load_hf_model
@@ -34,7 +35,9 @@ def test_runtime_computes_the_same(tmp_path: Path, family: str) -> None:
     record = read_model(workspace)
     model = load_hf_model(Checkpoint(Path(record.model)), CPU, torch.float32)
     found = read(workspace.predictor, 32, record.shape.ffn_sizes, record.fingerprint)
-    predictors = list(zip(found.fc1, found.fc2, strict=True))
+    predictors = [
+        MlpMask(layer.fc1.float(), layer.fc2.float()) for layer in found.layers if isinstance(layer, MlpWeights)
+    ]
     expected = {}
     for mode in ("dense", "predicted"):
         options = EngineOptions(mode=mode, device="cpu", dtype="float32", context=32, slots=4)  # type: ignore[arg-type]

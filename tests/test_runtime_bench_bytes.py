@@ -30,7 +30,7 @@ def open_decoder(folder: Path, family: str, kind: Kind, plan: TierPlan | None = 
     shape, generator = checkpoint.shape, torch.Generator().manual_seed(0)
     fc1 = tuple(torch.randn(32, shape.hidden_size, generator=generator) for _ in shape.ffn_sizes)
     fc2 = tuple(torch.randn(neurons, 32, generator=generator) for neurons in shape.ffn_sizes)
-    predictors = PredictorSet(fc1, fc2, 1.0, None, None)
+    predictors = PredictorSet.of_mlps(fc1, fc2, 1.0, None, None)
     weights = load_weights(checkpoint, plan or all_cold(shape, CPU, CPU), predictors, kind)
     return Decoder(shape, weights, 1, 64, "dense", threads=1)
 
@@ -75,7 +75,7 @@ def test_rows_that_are_read(tmp_path: Path, family: str, kind: Kind) -> None:
         matrix.data.numel()
         for layer in decoder.weights.layers
         if (predictor := layer.ffn.predictor)
-        for matrix in (predictor.fc1, predictor.fc2)
+        for matrix in predictor.matrices
     )
 
 

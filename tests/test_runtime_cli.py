@@ -47,7 +47,7 @@ def write_predictors(workspace: Workspace, fingerprint: str | None = None) -> No
     generator = torch.Generator().manual_seed(0)
     fc1 = tuple(torch.randn(32, shape.hidden_size, generator=generator) for _ in shape.ffn_sizes)
     fc2 = tuple(torch.randn(neurons, 32, generator=generator) for neurons in shape.ffn_sizes)
-    predictors = PredictorSet(fc1, fc2, 1.0, fingerprint or read_model(workspace).fingerprint, None)
+    predictors = PredictorSet.of_mlps(fc1, fc2, 1.0, fingerprint or read_model(workspace).fingerprint, None)
     predictor_file.write(workspace.predictor, predictors, {})
     config = json.loads((workspace.predictor / "config.json").read_text())
     del config["layers"]

@@ -173,7 +173,7 @@ def all_candidates(checkpoint: Checkpoint, threshold: float) -> PredictorSet:
     shape = checkpoint.shape
     fc1 = tuple(torch.zeros(32, shape.hidden_size) for _ in shape.ffn_sizes)
     fc2 = tuple(torch.zeros(neurons, 32) for neurons in shape.ffn_sizes)
-    return PredictorSet(fc1, fc2, threshold, None, None)
+    return PredictorSet.of_mlps(fc1, fc2, threshold, None, None)
 
 
 def test_predicted_with_every_candidate_equals_dense(checkpoint: Checkpoint, tokens: torch.Tensor) -> None:
@@ -207,7 +207,7 @@ def test_predicted_does_not_depend_on_the_placement(
     shape, generator = checkpoint.shape, torch.Generator().manual_seed(8)
     fc1 = tuple(torch.randn(32, shape.hidden_size, generator=generator) for _ in shape.ffn_sizes)
     fc2 = tuple(torch.randn(neurons, 32, generator=generator) for neurons in shape.ffn_sizes)
-    predictors = PredictorSet(fc1, fc2, 0.5, None, None)
+    predictors = PredictorSet.of_mlps(fc1, fc2, 0.5, None, None)
     want = all_logits(decoder_for(checkpoint, "predicted", None, predictors), tokens)
     plan = plan_for(placement, shape.ffn_sizes)
     got = all_logits(decoder_for(checkpoint, "predicted", plan, predictors), tokens)

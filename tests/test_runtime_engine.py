@@ -41,7 +41,7 @@ def test_counted_bytes_are_those_allocated(tmp_path: Path, family: str, kind: Ki
     neurons = (np.arange(10), np.arange(0), np.arange(96))
     # "meta" tensors have a size and no memory, so they stand in for a GPU.
     plan = TierPlan(META, CPU, neurons, (True, False, True), (False, True, True), True)
-    weights = load_weights(checkpoint, plan, PredictorSet(fc1, fc2, 1.0, None, None), kind)
+    weights = load_weights(checkpoint, plan, PredictorSet.of_mlps(fc1, fc2, 1.0, None, None), kind)
     decoder = Decoder(shape, weights, SLOTS, CONTEXT, "predicted")
     allocated = sum(t.nbytes for t in tensors_of([weights, decoder.cache]) if t.device == META)
     if shape.family == "opt":

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pi_toolkit.predictor_training.predictor import Quality
-from pi_toolkit.predictor_training.predictor_file import PredictorSet
+from pi_toolkit.predictor_training.predictor_file import MlpWeights, PredictorSet
 from pi_toolkit.profiler.checkpoint import Checkpoint
 from pi_toolkit.profiler.hf_model import load_hf_model, observe_ffn
 from pi_toolkit.runtime.bench_replay import watched
@@ -32,7 +32,7 @@ def predictors_of(checkpoint: Checkpoint) -> PredictorSet:
     shape, generator = checkpoint.shape, torch.Generator().manual_seed(8)
     fc1 = tuple(torch.randn(32, shape.hidden_size, generator=generator) for _ in shape.ffn_sizes)
     fc2 = tuple(torch.randn(neurons, 32, generator=generator) for neurons in shape.ffn_sizes)
-    return PredictorSet(fc1, fc2, THRESHOLD, None, None)
+    return PredictorSet.of_mlps(fc1, fc2, THRESHOLD, None, None)
 
 
 def decoder_of(checkpoint: Checkpoint, mode: Mode = "predicted") -> Decoder:
@@ -48,7 +48,9 @@ def counted_by_hooks(checkpoint: Checkpoint, tokens: torch.Tensor, first: int = 
     fires: dict[int, torch.Tensor] = {}
 
     def name(layer: int, residual: torch.Tensor) -> None:
-        named[layer] = (residual @ predictors.fc1[layer].T).relu() @ predictors.fc2[layer].T >= THRESHOLD
+        mlp = predictors.layers[layer]
+        assert isinstance(mlp, MlpWeights)
+        named[layer] = (residual @ mlp.fc1.T).relu() @ mlp.fc2.T >= THRESHOLD
 
     def fire(layer: int, z: torch.Tensor) -> None:
         fires[layer] = z > shape.activation_threshold

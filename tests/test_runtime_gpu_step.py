@@ -107,11 +107,9 @@ def test_three_tiers_overlap(captures: bool) -> None:
     tiers = tuple(tier(neurons, 64, seed) for seed, neurons in enumerate((30, 50, 40)))
     bias, x = torch.randn(64), torch.randn(2, 64)
     from pi_toolkit.runtime.kernels.packed_matrix import pack
-    from pi_toolkit.runtime.placed_ffn import PlacedPredictor
+    from pi_toolkit.runtime.placed_predictor import MlpPredictor
 
-    predictor = PlacedPredictor(
-        pack(torch.randn(32, 64), "float32", CPU), pack(torch.randn(120, 32), "float32", CPU), 0.5
-    )
+    predictor = MlpPredictor(pack(torch.randn(32, 64), "float32", CPU), pack(torch.randn(120, 32), "float32", CPU), 0.5)
     alone = PlacedFfn(tiers, bias, predictor)
     beside = PlacedFfn(tiers, bias, predictor, Overlap(LateStream(captures)))
     for mode in ("dense", "exact", "predicted"):

@@ -55,10 +55,9 @@ def test_every_tensor_comes_back(family, magic, kind, tmp_path):
     if magic == "PWRI":
         assert model.threshold == source.predictors.threshold
         for layer in range(model.num_predictors):
-            for mine, theirs in zip(
-                model.predictor(layer), (source.predictors.fc1, source.predictors.fc2), strict=True
-            ):
-                assert torch.equal(mine.float(), theirs[layer].to(dtype).float())
+            mlp = source.predictors.layers[layer]
+            for mine, theirs in zip(model.predictor(layer), (mlp.fc1, mlp.fc2), strict=True):
+                assert torch.equal(mine.float(), theirs.to(dtype).float())
 
 
 @pytest.mark.parametrize("kind", [Q4_0, Q8_0], ids=lambda kind: kind.name)
@@ -226,7 +225,7 @@ def test_types_that_powerinfers_quantiser_writes(tmp_path, capsys):
     assert "Q5_0, Q6_K tensors are dequantised" in capsys.readouterr().err
     assert len(greedy(engine, 4)) == 4
     fc1, _ = GgufModel(mixed).predictor(0)
-    assert (fc1 - source.predictors.fc1[0].float()).abs().max() < 0.05
+    assert (fc1 - source.predictors.layers[0].fc1.float()).abs().max() < 0.05
 
 
 @pytest.mark.parametrize("magic", MAGICS)

@@ -32,7 +32,9 @@ def decoder_of(checkpoint: Checkpoint, context: int = LENGTH) -> Decoder:
     shape, generator = checkpoint.shape, torch.Generator().manual_seed(8)
     fc1 = tuple(torch.randn(32, shape.hidden_size, generator=generator) for _ in shape.ffn_sizes)
     fc2 = tuple(torch.randn(neurons, 32, generator=generator) for neurons in shape.ffn_sizes)
-    weights = load_weights(checkpoint, all_cold(shape, CPU, CPU), PredictorSet(fc1, fc2, 0.5, None, None), "float32")
+    weights = load_weights(
+        checkpoint, all_cold(shape, CPU, CPU), PredictorSet.of_mlps(fc1, fc2, 0.5, None, None), "float32"
+    )
     return Decoder(shape, weights, slots=3, context=context, mode="predicted")
 
 

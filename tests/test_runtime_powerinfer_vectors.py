@@ -22,7 +22,7 @@ from pi_toolkit.profiler.workspace import Workspace
 from pi_toolkit.runtime.convert_cli import main as pi_convert
 from pi_toolkit.runtime.engine import Engine, EngineOptions, open_engine
 from pi_toolkit.runtime.eval_cli import main as pi_eval
-from pi_toolkit.runtime.placed_ffn import PlacedPredictor
+from pi_toolkit.runtime.placed_predictor import MlpPredictor
 from pi_toolkit.solver import gpuidx
 
 GOLDEN = Path(__file__).parent / "golden" / "powerinfer"
@@ -126,13 +126,13 @@ def test_predicted_logits_and_candidates(origin, converted, monkeypatch):
     """The wrong predictor input (0.043 away) or a threshold that is not applied (0.029)."""
     reference = load_file(VECTORS / "reference.safetensors")
     scores: list[torch.Tensor] = []
-    original = PlacedPredictor.scores
+    original = MlpPredictor.scores
 
-    def recorded(self: PlacedPredictor, residual: torch.Tensor) -> torch.Tensor:
-        scores.append(original(self, residual))
+    def recorded(self: MlpPredictor, normed: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        scores.append(original(self, normed, residual))
         return scores[-1]
 
-    monkeypatch.setattr(PlacedPredictor, "scores", recorded)
+    monkeypatch.setattr(MlpPredictor, "scores", recorded)
     engine = open_f32(converted / F16_FILE)
     if origin == "theirs":
         engine = open_f32(VECTORS / F16_FILE)

@@ -125,7 +125,7 @@ def test_predictors_take_their_place(workspace):
     generator = torch.Generator().manual_seed(0)
     fc1 = tuple(torch.randn(32, 32, generator=generator) for _ in SHAPE.ffn_sizes)
     fc2 = tuple(torch.randn(n, 32, generator=generator) for n in SHAPE.ffn_sizes)
-    predictors = predictor_file.PredictorSet(fc1, fc2, 1.0, FINGERPRINT, None)
+    predictors = predictor_file.PredictorSet.of_mlps(fc1, fc2, 1.0, FINGERPRINT, None)
     predictor_file.write(workspace.predictor, predictors, {})
     (workspace.predictor / "config.json").write_text('{"sparse_threshold": 1.0}')
     before = pi_place(workspace.path, "--hardware", "cpu-only", "--json")
@@ -221,7 +221,7 @@ def test_counts_without_a_fingerprint_are_announced(tmp_path):
 
 def test_predictors_without_a_fingerprint_are_announced(workspace):
     fc1, fc2 = (torch.ones(32, 32),) * 2, tuple(torch.ones(n, 32) for n in SHAPE.ffn_sizes)
-    predictor_file.write(workspace.predictor, predictor_file.PredictorSet(fc1, fc2, 1.0, None, None), {})
+    predictor_file.write(workspace.predictor, predictor_file.PredictorSet.of_mlps(fc1, fc2, 1.0, None, None), {})
     (workspace.predictor / "config.json").unlink()
     notes = pi_place(workspace.path, "--hardware", "cpu-only").stderr.splitlines()
     assert [line for line in notes if "fingerprint" in line] == [

@@ -45,7 +45,7 @@ def test_kv_cache_uses_the_key_value_heads_and_grows_with_context_and_batch():
 
 def test_predictors_have_the_size_of_their_width():
     shape = tiny_shape((64, 96))
-    units = unit_bytes(shape, "q4_0", 1, 1, predictor_hidden=[32, 64])
+    units = unit_bytes(shape, "q4_0", 1, 1, predictor_sizes=[32, 64])
     assert units.predictor == ((32 * 32 + 64 * 32) // 32 * 34, (64 * 32 + 96 * 64) // 32 * 34)
     assert unit_bytes(shape, "q4_0", 1, 1).predictor == (0, 0)
     four_bits = unit_bytes(shape, "q4_0", 1, 1, [32, 64], predictor_dtype="q4_0")

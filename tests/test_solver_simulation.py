@@ -65,7 +65,7 @@ def test_a_layer_by_hand(dtype: str) -> None:
     gpu = hardware.gpu
     assert gpu
     speed = simulate(simulated, "powerinfer", hardware)
-    units = unit_bytes(SHAPE, dtype, 64, 1, simulated.predictor_hidden, "q8_0")
+    units = unit_bytes(SHAPE, dtype, 64, 1, simulated.predictor_sizes, "q8_0")
     cpu_speed = hardware.cpu_bytes_per_second * UNPACKING_SHARE.get(dtype, 1.0)
     placed, _ = unit_devices(simulated, "powerinfer", hardware)
     for layer, (shares, devices) in enumerate(zip(simulated.firing_shares, placed.neurons, strict=True)):

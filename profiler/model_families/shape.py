@@ -74,6 +74,11 @@ class ModelShape:
         """Rows of hidden_size weights that one neuron owns: gate, up and down, or up and down."""
         return 3 if self.gated else 2
 
+    @property
+    def deciding_role(self) -> str:
+        """The matrix whose rows decide on firing, of dReLU neurons the first of the two."""
+        return "gate.weight" if self.gated else "up.weight"
+
     def norm_shapes(self, role: str) -> TensorShapes:
         shapes: TensorShapes = {f"{role}.weight": (self.hidden_size,)}
         if self.norm == "layer":

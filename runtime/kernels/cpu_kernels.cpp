@@ -94,8 +94,8 @@ NB_MODULE(cpu_kernels, m) {
         });
     nb::class_<pi::Predictor>(m, "Predictor")
         .def(nb::init<>())
-        .def("__init__", [](pi::Predictor* self, const Matrix& fc1, const Matrix& fc2, float threshold) {
-            new (self) pi::Predictor{fc1, fc2, threshold};
+        .def("__init__", [](pi::Predictor* self, const Matrix& fc1, const Matrix& fc2, uintptr_t bias, float threshold) {
+            new (self) pi::Predictor{fc1, fc2, pointer<const float>(bias), threshold};
         });
     nb::class_<pi::Norm>(m, "Norm")
         .def(nb::init<>())

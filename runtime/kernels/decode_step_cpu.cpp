@@ -129,13 +129,18 @@ void DecodeStep::add_ffn(const Layer& layer, const float* normed, Mode mode) {
     const int64_t hidden = model_.shape.hidden;
     Candidates candidates;
     if (mode == Mode::predicted) {
-        const Matrix& fc1 = layer.predictor.fc1;
-        units_.resize(padded(fc1.rows, GROUP));
-        const Input input = prepared_.prepare(*kernels_, residual_.data(), hidden, fc1.type);
-        multiply(pool_, *kernels_, fc1, input, nullptr, units_.data());
-        for (float& unit : units_) unit = std::max(0.0f, unit);
-        candidates.fc2 = layer.predictor.fc2;
-        candidates.units = units_input_.prepare(*kernels_, units_.data(), fc1.rows, layer.predictor.fc2.type);
+        const Matrix &fc1 = layer.predictor.fc1, &fc2 = layer.predictor.fc2;
+        const float* units = normed;
+        if (fc1.rows) {
+            units_.resize(padded(fc1.rows, GROUP));
+            const Input input = prepared_.prepare(*kernels_, residual_.data(), hidden, fc1.type);
+            multiply(pool_, *kernels_, fc1, input, nullptr, units_.data());
+            for (float& unit : units_) unit = std::max(0.0f, unit);
+            units = units_.data();
+        }
+        candidates.fc2 = fc2;
+        candidates.units = units_input_.prepare(*kernels_, units, fc2.columns, fc2.type);
+        candidates.bias = layer.predictor.bias;
         candidates.threshold = layer.predictor.threshold;
     }
     if (layer.down_bias)
@@ -146,6 +151,7 @@ void DecodeStep::add_ffn(const Layer& layer, const float* normed, Mode mode) {
         ffn_.run(pool_, *kernels_, neurons, mode, normed, candidates, ffn_output_.data());
         for (int64_t i = 0; i < hidden; ++i) ffn_sum_[i] += ffn_output_[i];
         candidates.fc2.data += neurons.count() * candidates.fc2.stride_bytes;
+        if (candidates.bias) candidates.bias += neurons.count();
     }
     for (int64_t i = 0; i < hidden; ++i) residual_[i] += ffn_sum_[i];
 }

@@ -17,9 +17,11 @@ struct Norm {
     float epsilon = 0;
 };
 
-// score_j = fc2_j . relu(fc1 . residual); rows of fc2 in the order of the tiers' neurons. Without rows: no predictor.
+// score_j = fc2_j . relu(fc1 . residual), or, where fc1 has no rows, fc2_j . x + bias_j with x what the neurons read: fc2 is then
+// a copy of their first rows. Rows of fc2 in the order of the tiers' neurons. Without rows there: no predictor.
 struct Predictor {
     Matrix fc1, fc2;
+    const float* bias = nullptr;
     float threshold = 0;
 };
 

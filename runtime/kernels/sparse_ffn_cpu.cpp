@@ -199,9 +199,11 @@ void SparseFfn::run(ThreadPool& pool, const RowKernels& kernels, const Neurons& 
         const Matrix& fc2 = candidates.fc2;
         const float* scores = candidates.scores ? candidates.scores + begin : chunk.scores;
         if (!candidates.scores)
-            for (int64_t j = begin; j < end; ++j)
-                chunk.scores[j - begin] = kernels.dot[int(fc2.type)](fc2.row(j), candidates.units, fc2.columns,
-                                                                     fc2.row(std::min(j + 1, end - 1)));
+            for (int64_t j = begin; j < end; ++j) {
+                const float product = kernels.dot[int(fc2.type)](fc2.row(j), candidates.units, fc2.columns,
+                                                                 fc2.row(std::min(j + 1, end - 1)));
+                chunk.scores[j - begin] = candidates.bias ? product + candidates.bias[j] : product;
+            }
         predicted_chunk(kernels, neurons, input, chunk, scores, candidates.threshold);
     });
     std::copy_n(partial_sums_.data(), hidden, y);

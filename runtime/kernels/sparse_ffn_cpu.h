@@ -42,11 +42,13 @@ struct Neurons {
 enum class Mode : int { dense, exact, predicted };
 
 // What names candidates in mode predicted: neurons whose score is at least the threshold. Scores are given, or are the
-// products of the rows of `fc2` [neurons, r] with `units` [r], of which each chunk of neurons computes its own.
+// products of the rows of `fc2` [neurons, r] with `units` [r], plus `bias` [neurons] where there is one, of which each chunk of
+// neurons computes its own.
 struct Candidates {
     const float* scores = nullptr;
     Matrix fc2;
     Input units = {nullptr, nullptr, nullptr, nullptr};
+    const float* bias = nullptr;
     float threshold = 0;
 };
 
