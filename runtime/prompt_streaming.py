@@ -124,9 +124,10 @@ class PromptStream:
         num_bytes = len(some) * _neuron_bytes(cold)
 
         def carry() -> None:
-            self.side.fork()  # the buffers' memory may be that of tensors which queued kernels still use
             for number, rows in enumerate(_tiles(some)):
-                self._carry(self._staged(some, rows, number % 2), number % 2)
+                tile = self._staged(some, rows, number % 2)
+                self.side.fork()  # the buffers' memory may be that of tensors which queued kernels still use
+                self._carry(tile, number % 2)
             for wait in self._copied:
                 if wait:
                     wait()

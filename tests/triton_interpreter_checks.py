@@ -100,6 +100,13 @@ def test_scores_that_are_a_slice() -> None:
     assert_close(got, wanted(neurons, x, "predicted", scores, THRESHOLD))
 
 
+def test_scores_of_a_predictor_on_the_cpu() -> None:
+    """Tokens side by side, which scores keep on their way to the GPU."""
+    neurons, x, scores = make_neurons("float32", 18, 40, "relu", "gated"), draw(2, 40, seed=5), draw(18, 2, seed=6).T
+    got = kernel.sparse_ffn(neurons, x, "predicted", scores, THRESHOLD, SMALL)
+    assert_close(got, wanted(neurons, x, "predicted", scores, THRESHOLD))
+
+
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_a_skipped_neuron_that_overflows_adds_nothing() -> None:
     """0 · inf = NaN where a row that is no candidate of a token is added as zero times something."""

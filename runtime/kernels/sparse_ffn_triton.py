@@ -56,6 +56,10 @@ def sparse_ffn(
     *scores* [tokens, k] are those of mode predicted: a token's candidates have at least *threshold*. *sizes* replaces the
     table's, for tests.
     """
+    import torch
+
+    if scores is not None and scores.stride(1) != 1:  # a predictor on the CPU has its tokens side by side
+        scores = scores.clone(memory_format=torch.contiguous_format)
 
     def run(few: "torch.Tensor", first: int) -> "torch.Tensor":
         work = _Chunks.of(few, len(neurons), sizes or tiling(neurons.first.kind, few.shape[1], len(few)))
