@@ -223,7 +223,8 @@ class _Loader:
         self, layer: int, predictor: PlacedPredictor | None, device: "torch.device", first: int, count: int
     ) -> PackedMatrix | None:
         """Rows *first* … of a copy, where they are just what a tier of *count* neurons on *device* would hold itself."""
-        if not isinstance(predictor, CopyPredictor) or predictor.device != device:
+        # By the plan's names of devices: a tensor on "cuda" says that it is on "cuda:0".
+        if not isinstance(predictor, CopyPredictor) or self.plan.predictor_device(layer) != device:
             return None
         shape, rows = self.checkpoint.shape, predictor.rows
         stored = None if shape.gated else _block_kind(self.checkpoint.neuron_rows(layer, shape.deciding_role))

@@ -6,7 +6,7 @@ allow. Memory that is given back is handed out again at once, as torch's allocat
 or a sum that nobody waited for becomes a wrong number. A captured graph keeps the calls of its streams and plays them back
 with the same freedom; what a capture may not contain is refused.
 
-Triton's kernels and attention are replaced by the reference. Only float32 models are supported.
+Triton's kernels and attention are replaced by the reference. Neurons are in float32.
 """
 
 import contextlib
@@ -436,7 +436,12 @@ class EmulatedGpu(TorchDispatchMode):
         return self.kernel(compute, tier.first.data, up, tier.down.data, tier.up_bias, x, scores)
 
     def multiply(self, packed: PackedMatrix, x: Any) -> Any:
-        return self.kernel(lambda data, x: x @ data.view(torch.float32).T, packed.data, x)
+        def compute(data: Any, x: Any) -> torch.Tensor:
+            if x.device.type == "meta":
+                return x.new_empty(len(x), len(data))
+            return x @ PackedMatrix(packed.kind, packed.columns, data).values().float().T
+
+        return self.kernel(compute, packed.data, x)
 
     def attend(self, query: Any, keys: Any, values: Any, **options: Any) -> Any:
         cudnn = torch.backends.cuda.cudnn_sdp_enabled() and query.dtype.itemsize == 2

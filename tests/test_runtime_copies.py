@@ -166,6 +166,17 @@ def test_a_model_of_q4_0_shares_its_rows(checkpoint: Checkpoint, placement: str)
         assert read.neuron_bytes == pytest.approx(later * row * sum(shape.ffn_sizes) * read.firing_share)
 
 
+def test_rows_are_shared_on_a_device_that_tensors_call_otherwise(llama: Checkpoint) -> None:
+    """ "cuda" and "cuda:0", and twice the memory; here "meta:0" and "meta"."""
+    plan, device = plan_for("50 %", llama.shape.ffn_sizes), torch.device("meta", 0)
+    plan = dataclasses.replace(plan, hot=device, predictor_hot=(True,) * 3)
+    weights = load_weights(llama, plan, PredictorSet((RowsCopy(0.0),) * 3, 0.0, None, None), "q4_0")
+    for layer in weights.layers:
+        copy, hot = layer.ffn.predictor, layer.ffn.tiers[0].first
+        assert isinstance(copy, CopyPredictor) and copy.rows.device != device
+        assert hot.data.untyped_storage()._cdata == copy.rows.data.untyped_storage()._cdata
+
+
 def test_bytes_of_a_copy_of_its_own(llama: Checkpoint) -> None:
     """A copy that is read for nothing in what pi-bench counts."""
     decoder = decoder_of(llama, PredictorSet((RowsCopy(0.0),) * 3, 0.0, None, None), "float16")

@@ -9,6 +9,7 @@ import torch
 
 from emulated_gpu import GPU, SCHEDULES, Schedule, emulated_gpu
 from gpu_cases import CPU, decoder_for, five_placements, greedy_tokens, random_predictors, step_of
+from pi_toolkit.predictor_training.predictor_file import PredictorSet, RowsCopy
 from pi_toolkit.profiler.checkpoint import Checkpoint
 from pi_toolkit.runtime import prompt_streaming
 from pi_toolkit.runtime.decoder import Decoder
@@ -122,6 +123,20 @@ def test_units_on_either_side(
         decoder = Decoder(checkpoint.shape, weights, 1, CONTEXT, "predicted")
         assert (decoder.gpu is not None) == all(attention)
         assert greedy_tokens(step_of(decoder), PROMPT, TOKENS) == want
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_copies_of_rows_as_predictors(
+    schedule: Schedule, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    want = greedy_tokens(step_of(on_the_cpu(checkpoint, "exact")), PROMPT, TOKENS)
+    copies = PredictorSet((RowsCopy(-1e30),) * 3, 0.0, None, None)  # of which every neuron is a candidate
+    hot, everywhere = five_placements(checkpoint.shape.ffn_sizes)["half"], (True,) * 3
+    with emulated_gpu(monkeypatch, schedule) as gpu:
+        plan = TierPlan(GPU, CPU, hot, everywhere, everywhere, True)
+        decoder = Decoder(checkpoint.shape, load_weights(checkpoint, plan, copies, "float32"), 1, CONTEXT, "predicted")
+        assert greedy_tokens(step_of(decoder), PROMPT, TOKENS) == want
+        assert gpu.calls == {"graphs": 1, "host functions": 3}
 
 
 def nothing(*_: Any) -> None:
