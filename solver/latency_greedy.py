@@ -3,7 +3,7 @@ every constraint, with the memory that is left filled by what saves most time pe
 """
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +17,8 @@ from .token_time import CPU
 class Plan:
     """What is wanted on GPUs: bool [layers] attention and predictors, the head, and bundles per layer, hottest first.
 
-    ``homes``: the GPU of each layer; None for neighbouring layers together.
+    ``homes``: the GPU of each layer; None for neighbouring layers together. ``head_gpu``: that of the head, which then goes
+    first; None for the last GPU with room when everything else has its place.
     """
 
     attention: np.ndarray
@@ -25,6 +26,7 @@ class Plan:
     head: bool
     bundles: Sequence[int]
     homes: np.ndarray | None = None
+    head_gpu: int | None = None
 
 
 def dense_first(problem: LatencyProblem) -> Plan:
@@ -95,16 +97,21 @@ class _Filling:
             self._place(layer, pin or 0, partly=True)
 
     def place_dense(self, plan: Plan) -> None:
-        for layer in range(len(self.placed)):
-            if plan.attention[layer]:
-                self._place_attention(layer)
-            if plan.predictor[layer]:
+        if plan.head_gpu is not None:
+            self._place_head([plan.head_gpu])
+        for layer in np.flatnonzero(plan.attention):
+            self._place_attention(layer)
+            if plan.homes is None and plan.predictor[layer]:
                 self._place_predictor(layer)
-        if plan.head:
-            self._place_head()
+        self._place_predictors(plan.predictor & (self.problem.predictor_bytes > 0))
+        if plan.head and self.head == CPU:
+            self._place_head(range(len(self.rooms)))
 
     def place_bundles(self, plan: Plan) -> None:
-        for layer, wanted in enumerate(plan.bundles):
+        """Whole layers before those that are divided, which can do with a bundle less."""
+        divided = [wanted < len(bundles) for wanted, bundles in zip(plan.bundles, self.problem.layers, strict=True)]
+        for layer in np.argsort(divided, kind="stable").tolist():
+            wanted = plan.bundles[layer]
             if self._is_free(layer):
                 fewest = self._leading(layer)
                 if wanted > 0 and not self._place(layer, max(wanted, fewest)):
@@ -121,7 +128,7 @@ class _Filling:
             if self.predictor[layer] == CPU and self._dense_pays(layer):
                 self._place_predictor(layer)
         if self.head == CPU and len(self.rooms):
-            self._place_head()
+            self._place_head(range(len(self.rooms)))
         too_much = self.problem.cpu_used(self.answer()) - self.problem.cpu_bytes
         queue = [step for layer in range(len(self.placed)) for step in self._next_step(layer)]
         heapq.heapify(queue)
@@ -176,8 +183,15 @@ class _Filling:
             self.predictor[layer] = gpu
             self.rooms[gpu] -= num_bytes
 
-    def _place_head(self) -> None:
-        head, gpus = self.problem.units.head, range(len(self.rooms))
+    def _place_predictors(self, wanted: np.ndarray) -> None:
+        """Those of *wanted* layers; where one does not fit beside its attention another layer's takes its place."""
+        others = np.argsort(self.attention == CPU, kind="stable")
+        for layer in [*np.flatnonzero(wanted).tolist(), *others[~wanted[others]].tolist()]:
+            if self.predictor[layer] == CPU and int((self.predictor != CPU).sum()) < int(wanted.sum()):
+                self._place_predictor(layer)
+
+    def _place_head(self, gpus: Iterable[int]) -> None:
+        head = self.problem.units.head
         price = self.problem.seconds_per_byte
         fitting = [gpu for gpu in gpus if self.rooms[gpu] >= head and price[gpu] < price[CPU]]
         if fitting:

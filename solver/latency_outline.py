@@ -202,11 +202,11 @@ def solve_outline(
         return None
     byte, second = scales(problem)
     seconds = program.objective.value() / second
-    plan = _plan(problem, layers, any(round(h.value()) for h in head.values()), byte)
+    plan = _plan(problem, layers, next((d for d, h in head.items() if round(h.value())), None), byte)
     return Outline(plan, seconds * (1 - gap) if proved else None)
 
 
-def _plan(problem: LatencyProblem, layers: list[_Layer], head: bool, byte: float) -> Plan:
+def _plan(problem: LatencyProblem, layers: list[_Layer], head: int | None, byte: float) -> Plan:
     """Whole units out of weights: as many of each kind as the sums say, in the layers of the largest weights."""
     whole = np.array([sum(x.value() for x in layer.whole.values()) for layer in layers])
     divided = np.array([layer.divided.value() for layer in layers])
@@ -221,16 +221,21 @@ def _plan(problem: LatencyProblem, layers: list[_Layer], head: bool, byte: float
         ends = bundles.num_bytes.cumsum()
         fitting = int(np.searchsorted(ends, wanted * (1 + 1e-9) + 1e-6, side="right"))
         counts.append(len(bundles) if is_whole[layer] else fitting if divided[layer] > 0.5 else 0)
-    return Plan(_largest(attention), _largest(predictor), head, counts, _homes(problem, layers, byte))
+    homes = _homes(problem, layers, byte)
+    return Plan(_largest(attention), _largest(predictor), head is not None, counts, homes, head)
 
 
 def _homes(problem: LatencyProblem, layers: list[_Layer], byte: float) -> np.ndarray:
     """The GPU on which most bytes of each layer are."""
     homes = []
     for layer, x in enumerate(layers):
-        dense, whole = problem.attention_bytes[layer] * byte, problem.layer_bytes[layer] * byte
+        attention, predictor = problem.attention_bytes[layer] * byte, problem.predictor_bytes[layer] * byte
+        whole = attention + predictor + problem.layer_bytes[layer] * byte
         on = [
-            dense * x.attention[d].value() + x.bundle_bytes[d].value() + (x.whole[d].value() * whole if x.whole else 0)
+            attention * x.attention[d].value()
+            + x.bundle_bytes[d].value()
+            + (predictor * x.predictor[d].value() if x.predictor else 0)
+            + (whole * x.whole[d].value() if x.whole else 0)
             for d in x.attention
         ]
         homes.append(int(np.argmax(on)))

@@ -139,7 +139,8 @@ def _solve_outlines(
         if outline is None:
             return _Found(answers, proven) if best else None
         proven = max(proven, outline.optimum_seconds or 0.0)
-        answers += [realise(problem, replace(outline.plan, homes=None)), realise(problem, outline.plan)]
+        plans = [outline.plan, replace(outline.plan, head_gpu=None), replace(outline.plan, head_gpu=None, homes=None)]
+        answers += [realise(problem, plan) for plan in plans]
         quickest = best_of(problem, answers)
         if quickest and _gap(problem.seconds(quickest), max(bound, proven)) <= gap:
             break

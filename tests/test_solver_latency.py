@@ -33,29 +33,41 @@ def placed(shape: ModelShape, vram: float, dtype: str, objective: str = "latency
 counts_of = cache(zipf_counts)
 
 
+# GiB for the model. At some, few layers' attention fits, and hardly any neurons beside it.
+BUDGETS = (0.5, 1, 3, 8, 16, 24)
+MORE_BUDGETS = (0.5, 0.75, 1, 1.5, 2, 2.5, 3, 4, 5, 6, 7, 8, 10, 11, 12, 14, 16, 19, 20, 22, 23, 24)
+
+
 @pytest.mark.parametrize("dtype", ["float16", "q4_0"])
 @pytest.mark.parametrize("name", SHAPES)
-def test_latency_beats_firings_beats_random_and_grows_with_the_budget(name: str, dtype: str) -> None:
+def test_latency_beats_every_other_and_grows_with_the_budget(name: str, dtype: str) -> None:
     """An objective that is worse than what it replaces, and memory that makes a model slower."""
     before = 0.0
-    for vram in (0.5, 1, 3, 8, 16, 24):
-        placement = placed(SHAPES[name], vram, dtype)
+    for vram in BUDGETS:
+        placement = placed(SHAPES[name], vram, dtype, reserve_bytes=0)
         this, rivals = placement.time.tokens_per_second, placement.rivals
-        assert placement.gap <= 1e-3 and placement.status in ("optimal", "feasible")
+        assert placement.gap <= 1e-4 and placement.status == "optimal"
         assert all(this >= speed * (1 - 1e-12) for speed in rivals.values() if speed is not None)
-        # Where hardly any memory is left for neurons, the paper's objective divides layers that are not worth it.
-        assert rivals["paper"] >= rivals["random"] * (1 - 1e-3)
-        assert this >= before * (1 - 2e-4), f"{vram} GiB"
-        assert vram < 2 or used_share(placement, SHAPES[name]) >= 0.995, f"{vram} GiB"
+        assert this >= before * (1 - placement.gap), f"{vram} GiB"  # what a proven gap allows
+        assert vram < 1 or used_share(placement, SHAPES[name]) >= 0.995, f"{vram} GiB"
         before = this
 
 
 @pytest.mark.parametrize("dtype", ["float16", "q4_0"])
 @pytest.mark.parametrize("name", SHAPES)
-def test_the_paper_uses_the_budget_as_well(name: str, dtype: str) -> None:
-    """PowerInfer's arithmetic leaves a quarter of it empty on the first two."""
-    placement = placed(SHAPES[name], 4, dtype, "firings")
-    assert used_share(placement, SHAPES[name]) >= 0.995
+def test_firings_beat_random_and_grow_with_the_budget(name: str, dtype: str) -> None:
+    """The paper's objective divided layers whose attention was not on the GPU, and was slower than a random split by that.
+    Nor may it leave memory empty: PowerInfer's arithmetic leaves a quarter on the first two shapes."""
+    before = 0.0
+    for vram in MORE_BUDGETS:
+        placement = placed(SHAPES[name], vram, dtype, "firings", reserve_bytes=0)
+        this = placement.time.tokens_per_second
+        assert placement.gap <= 1e-4 and placement.status == "optimal"
+        assert this == pytest.approx(placement.rivals["paper"])
+        assert this >= placement.rivals["random"] * (1 - 1e-12), f"{vram} GiB"
+        assert this >= before * (1 - 1e-12), f"{vram} GiB"
+        assert vram < 1 or used_share(placement, SHAPES[name]) >= 0.995, f"{vram} GiB"
+        before = this
 
 
 def used_share(placement: Placement, shape: ModelShape) -> float:
@@ -72,6 +84,17 @@ def test_large_models_have_a_proven_gap(shape, vram: float) -> None:
         placement = placed(shape, vram, dtype)
         assert placement.gap <= 1e-3 and placement.fallback_reason is None
         assert placement.time.total_seconds == pytest.approx(placement.objective_value)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "gib"),
+    [("OPT-30B", "float16", (2, 2)), ("Mistral-7B", "float16", (4, 4)), ("LLaMA-70B", "q4_0", (3, 3))],
+)
+def test_several_gpus_have_a_proven_gap(name: str, dtype: str, gib: tuple[int, ...]) -> None:
+    """Whole numbers of large units that fit only one way round were lost in rounding, up to 1.2 % of a token's time."""
+    budgets = tuple(number * GIB for number in gib)
+    placement = placed(SHAPES[name], 0, dtype, vram_bytes=budgets, reserve_bytes=(0,) * len(gib))
+    assert placement.gap <= 1e-4 and placement.status == "optimal"
 
 
 def test_two_gpus_share_a_model() -> None:

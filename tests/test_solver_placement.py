@@ -7,11 +7,14 @@ import pytest
 
 from pi_toolkit.profiler.errors import PlacementError
 from pi_toolkit.profiler.hardware import GIB, read_hardware
+from pi_toolkit.solver.dense_exchange import beside_neurons
 from pi_toolkit.solver.dense_units import place_dense_units
 from pi_toolkit.solver.memory import unit_bytes
 from pi_toolkit.solver.placement import Placement, PlacementRequest, place
 from pi_toolkit.solver.placement_check import check_placement
+from pi_toolkit.solver.placement_rivals import random_answer
 from pi_toolkit.solver.token_time import CPU
+from solver_brute_force import random_instance
 from solver_cases import MISTRAL_7B, OPT_175B, machine, tiny_shape, zipf_counts
 
 BUDGETS_GIB = [0.5, 1, 2, 4, 8, 12, 16, 24]
@@ -64,6 +67,35 @@ def test_dense_units_go_first_in_layer_order():
     assert dense.gpu_bytes == (2 * attention + predictor,)
     everything = place_dense_units(units, [10**9], neurons)
     assert everything.head == 0 and everything.cpu_bytes == units.embedding
+
+
+@pytest.mark.parametrize("widths", [None, [32, 32, 32], [32, 64, 96]])
+def test_layers_with_neurons_on_the_gpu_have_their_attention_there(widths):
+    """Attention in layer order and the hottest neurons in the last layer divide a layer more than need be."""
+    shape = tiny_shape((64, 64, 64), vocabulary_size=512)
+    units = unit_bytes(shape, "float32", 512, 1, widths)
+    counts = tuple(np.full(64, hot) for hot in (1, 1, 1000))
+    budget = units.attention[0] + sum(units.predictor) + 64 * units.neuron
+    ask = PlacementRequest(budget, 0, "float32", 512, 1, sync_seconds=1e-5, min_gpu_neurons=0, tokens=10**6)
+    placement = place(shape, counts, machine(), ask, widths)
+    assert [len(ids) for ids in placement.gpu_neurons] == [0, 0, 64]
+    assert placement.attention_on_gpu == (False, False, True)
+    assert np.flatnonzero(placement.time.sync_seconds).tolist() == ([0, 1] if widths else [])
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_exchanges_keep_what_is_on_gpus_and_never_cost_time(seed):
+    """Dense units exchanged into memory that is not there, or for nothing."""
+    problem = random_instance(seed)
+    answer = random_answer(problem)
+    if answer is None:
+        return
+    before = place_dense_units(problem.units, problem.gpu_bytes, problem.layer_bytes.tolist())
+    plain = replace(answer, attention=before.attention, predictor=before.predictor)
+    after = beside_neurons(problem, plain)
+    assert problem.is_feasible(after) and problem.seconds(after) <= problem.seconds(plain)
+    assert sorted(after.attention) == sorted(plain.attention) and after.head == plain.head
+    assert all(map(np.array_equal, after.bundles, plain.bundles))
 
 
 def test_a_tied_head_on_the_cpu_is_the_embedding():

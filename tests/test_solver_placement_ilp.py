@@ -148,6 +148,30 @@ def test_greedy_takes_over_when_no_solver_is_usable(failure, monkeypatch, tmp_pa
     assert solution.gap == pytest.approx((solution.upper_bound - solution.value) / solution.upper_bound)
 
 
+def test_a_gap_that_is_reached_ends_the_search(monkeypatch):
+    """--gap was ignored, and CBC searched for the last millionth until its time limit."""
+    counts = zipf_counts(LLAMA_7B.ffn_sizes)
+    problem = PlacementProblem(group_neurons(counts), (40_000,), 0, (3000,) * 32)
+    loose = solve(problem, 60, allowed_gap=0.05)
+    assert 1e-4 < loose.gap <= 0.05 and loose.status == "feasible" and loose.fallback_reason is None
+    monkeypatch.setattr("pi_toolkit.solver.placement_solve.solve_ilp", lambda *_: pytest.fail("still searching"))
+    usual = solve(problem, 60)
+    assert usual.gap <= 1e-4 and usual.status == "optimal" and usual.value >= loose.value
+
+
+@pytest.mark.parametrize("solver", ["cbc", "highs"])
+def test_the_bound_of_a_solver_that_may_stop_early_is_true(solver, monkeypatch):
+    """Its answer was the bound, which is right only where it may not."""
+    monkeypatch.setattr("pi_toolkit.solver.placement_solve._EXACT_PAIRS", 0)
+    monkeypatch.setattr("pi_toolkit.solver.placement_solve.solve_outlined", lambda *_: None)
+    for seed in range(40):
+        problem = random_problem(seed)
+        best = brute_force(problem)
+        if best is not None:
+            solution = solve(problem, 30, solver, allowed_gap=0.2)
+            assert solution.value <= best <= solution.upper_bound and solution.gap <= 0.2 + 1e-9, f"seed {seed}"
+
+
 def test_running_out_of_time_falls_back_and_says_so():
     """PuLP calls a run that was stopped by the clock optimal."""
     counts = zipf_counts((11008,) * 32)
