@@ -75,7 +75,7 @@ POWERINFER_BLOCK = 256
 @click.option(
     "--max-cpu-gib", type=FiniteFloatType(exclusive=True, maximum=LARGEST_GIB), help="GiB of the CPU's memory."
 )
-@click.option("--sync-seconds", type=FiniteFloatType(), help="Cost of one CPU–GPU synchronisation; 0: none.")
+@click.option("--sync-seconds", type=FiniteFloatType(maximum=1e9), help="Cost of one CPU–GPU synchronisation; 0: none.")
 @click.option("--pin", type=PinType(), multiple=True, help="LAYER=COUNT neurons on the GPU, the hottest; repeatable.")
 @click.option("--min-gpu-neurons", type=click.IntRange(min=0), help="Fewest neurons of a layer, in place of C_l.")
 @click.option("--group-size", type=click.IntRange(1, 2**20), help="Neurons placed together.  [default: 64; .gguf: 256]")

@@ -24,7 +24,7 @@ import pulp
 
 from .latency_greedy import Plan
 from .latency_problem import LatencyProblem
-from .latency_program import scales
+from .latency_program import scaled_sync, scales
 from .mip_solvers import solve_program
 from .token_time import CPU
 
@@ -78,7 +78,7 @@ def outline_program(problem: LatencyProblem, tangents: Tangents) -> tuple[pulp.L
     byte, second = scales(problem)
     cost = [float(price[d]) * second / byte for d in D]  # of a scaled byte, in scaled seconds
     cpu_cost = float(price[CPU]) * second / byte
-    sync = problem.speeds.sync_seconds * second
+    sync = scaled_sync(problem, second)
     A, P = problem.attention_bytes * byte, problem.predictor_bytes * byte
     K, G = problem.layer_bytes * byte, problem.layer_reads * byte
     H = units.head * byte

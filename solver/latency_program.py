@@ -10,7 +10,7 @@ import numpy as np
 import pulp
 
 from .latency_problem import Answer, LatencyProblem
-from .mip_solvers import is_one, solve_program
+from .mip_solvers import SOLVERS_SHARE, SolverUnusableError, is_one, solve_program
 from .token_time import CPU
 
 # Bytes and seconds are scaled so that these are the largest that occur: far above the solvers' absolute tolerances.
@@ -72,7 +72,7 @@ def latency_program(problem: LatencyProblem) -> _Program:
     fixed += problem.speeds.overhead_seconds_per_layer * len(L) * second
     gains = [float(A[i]) * saved[d] * a[i, d] for i, d in a] + [float(P[i]) * saved[d] * p[i, d] for i, d in p]
     gains += [units.head * saved[d] * h[d] for d in D]
-    sync = problem.speeds.sync_seconds * second
+    sync = scaled_sync(problem, second)
     program += fixed - pulp.lpSum(gains) + pulp.lpSum(t.values()) + sync * pulp.lpSum(s.values()), "seconds"
 
     for layer in L:
@@ -148,11 +148,13 @@ def _binary(program: pulp.LpProblem, name: str) -> Any:
     return program.add_variable(name, cat=pulp.LpBinary)
 
 
-def solve_exact(problem: LatencyProblem, solver: str, time_limit_seconds: float) -> tuple[Answer, bool] | None:
-    """The best answer and whether that is proven; None when the solver found that there is none. Raises
-    ``SolverUnusableError``."""
+def solve_exact(
+    problem: LatencyProblem, solver: str, time_limit_seconds: float, gap: float
+) -> tuple[Answer, bool] | None:
+    """An answer and whether it is proven to be within the relative *gap* of the best; None when the solver found that there
+    is none. Raises ``SolverUnusableError``."""
     made = latency_program(problem)
-    proved = solve_program(made.program, solver, time_limit_seconds, 0.0)
+    proved = solve_program(made.program, solver, time_limit_seconds, SOLVERS_SHARE * gap)
     if proved is None:
         return None
     answer = problem.on_cpu()
@@ -160,7 +162,10 @@ def solve_exact(problem: LatencyProblem, solver: str, time_limit_seconds: float)
     for (layer, b, d), variable in made.bundles.items():
         if is_one(variable):
             answer.bundles[layer][b] = d
-    return Answer(attention, predictor, head, answer.bundles), proved
+    found = Answer(attention, predictor, head, answer.bundles)
+    if not problem.is_feasible(found):
+        raise SolverUnusableError("the solver's answer breaks a constraint: raise --time-limit")
+    return found, proved
 
 
 def _dense_devices(made: _Program, layers: int) -> tuple[np.ndarray, np.ndarray, int]:
@@ -181,3 +186,8 @@ def scales(problem: LatencyProblem) -> tuple[float, float]:
     everything = float((problem.attention_bytes + problem.predictor_bytes).sum()) + float(problem.layer_reads.sum())
     seconds = (everything + problem.units.head) * float(problem.seconds_per_byte.max())
     return 2.0 ** -int(np.ceil(np.log2(largest))), _LARGEST_SECONDS / seconds
+
+
+def scaled_sync(problem: LatencyProblem, second: float) -> float:
+    """T_sync in scaled seconds, at most twice what everything else can take: the fewest divided layers win then anyway."""
+    return min(problem.speeds.sync_seconds * second, 2 * _LARGEST_SECONDS)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pulp
 
-from .mip_solvers import SolverUnusableError, is_one, solve_program
+from .mip_solvers import SOLVERS_SHARE, SolverUnusableError, is_one, solve_program
 from .placement_problem import Choice, PlacementProblem
 
 # Firings are scaled to at most this, so that CBC's absolute tolerances (1e-7 to 1e-5) are far below one group's worth.
@@ -95,7 +95,7 @@ def solve_ilp(problem: PlacementProblem, solver: str, time_limit_seconds: float,
     """The answer of *solver*, "cbc" or "highs", which stops within the relative *gap* of the best, or None when it finds that
     no choice meets the constraints; raises ``SolverUnusableError``."""
     program, x = placement_program(problem)
-    proved = solve_program(program, solver, time_limit_seconds, gap, _CBC_OPTIONS)
+    proved = solve_program(program, solver, time_limit_seconds, SOLVERS_SHARE * gap, _CBC_OPTIONS)
     if proved is None:
         return None
     choice = problem.nothing()

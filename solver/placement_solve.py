@@ -11,7 +11,15 @@ from pi_toolkit.profiler.errors import PlacementError
 
 from .firings_outline import solve_outlined
 from .gpu_assignment import assign_bundles, drop_unassigned
-from .mip_solvers import OPTIMAL_GAP, SOLVER_TOLERANCE, SolverTimeoutError, Status, first_usable, status_of
+from .mip_solvers import (
+    OPTIMAL_GAP,
+    SOLVER_TOLERANCE,
+    SOLVERS_SHARE,
+    SolverTimeoutError,
+    Status,
+    first_usable,
+    status_of,
+)
 from .placement_bound import upper_bound
 from .placement_greedy import Chosen, greedy_placement
 from .placement_ilp import IlpAnswer, solve_ilp
@@ -100,7 +108,7 @@ def solve(
         value = problem.value(greedy)
         return Solution(greedy, value, max(bound, value), "greedy", seconds, reason)
     if answer.proved:
-        bound = min(bound, _with_tolerance(problem.value(answer.choice), 0.0 if exact else allowed_gap))
+        bound = min(bound, _with_tolerance(problem.value(answer.choice), 0.0 if exact else SOLVERS_SHARE * allowed_gap))
     # Among equals the greedy choice is the hottest-first one, and CBC may be short of it by its tolerance.
     choice = answer.choice
     if greedy is not None and problem.value(greedy) >= problem.value(choice):

@@ -43,9 +43,9 @@ def test_latency_equals_brute_force(block: int) -> None:
         best = best_seconds(problem)
         if best is None:
             with pytest.raises(PlacementError, match="--vram"):
-                solve_latency(problem, 30, solver_for(seed))
+                solve_latency(problem, 30, solver_for(seed), gap=0.0)
             continue
-        solution = solve_latency(problem, 30, solver_for(seed))
+        solution = solve_latency(problem, 30, solver_for(seed), gap=0.0)
         assert solution.token_seconds == pytest.approx(best, rel=1e-9), f"seed {seed}"
         assert solution.status == "optimal" and problem.is_feasible(solution.answer), f"seed {seed}"
         assert max(lower_bound(problem).seconds, solution.lower_bound) <= best * (1 + 1e-9), f"seed {seed}"

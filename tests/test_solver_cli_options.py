@@ -106,6 +106,7 @@ def test_pins_limits_and_thresholds(workspace):
         (["--vram", "1,x"], "'x' is not a number", 2),
         (["--vram", "1,,1"], "'' is not a number", 2),
         (["--gap", "-1"], "--gap", 2),
+        (["--sync-seconds", "1e300"], "at most 1e+09", 2),
         (["--group-size", "0"], "--group-size", 2),
         (["--solver", "gurobi"], "--solver", 2),
     ],
@@ -132,6 +133,14 @@ def test_solvers(workspace, solver, objective):
     )
     assert content["status"] == ("greedy" if solver == "greedy" else "optimal") and content["gap"] <= 0.05
     assert "instead" not in result.stderr and "HiGHS" not in result.stdout
+
+
+@pytest.mark.parametrize("objective", ["latency", "firings"])
+def test_synchronisation_that_nothing_is_worth(workspace, objective):
+    """Numbers beyond the solvers' were a traceback."""
+    options = ["--vram", gib(BUDGET), *OPTIONS, "--objective", objective, "--sync-seconds", "1e9"]
+    content, result = placed(workspace.path, *options)
+    assert content["gpu_neurons"] == [0, 0] and content["status"] == "optimal" and "instead" not in result.stderr
 
 
 def fake_cbc(monkeypatch, tmp_path, body: str) -> None:
