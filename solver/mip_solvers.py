@@ -1,6 +1,7 @@
 """The programs that solve integer programs: CBC in a process of its own, HiGHS in this one. Never believed beyond what they
 can know: what counts is whether an answer exists, whether it is proven best, and that its integers are integral."""
 
+import errno
 import os
 import signal
 import tempfile
@@ -54,9 +55,7 @@ def solve_program(
         else:
             _run_highs(program, time_limit_seconds, gap)
     except (pulp.PulpSolverError, OSError, ImportError, ValueError, IndexError, AttributeError) as error:
-        raise SolverUnusableError(
-            f"{title} cannot be used ({error}): reinstall it with pip install {_REINSTALL[solver]}"
-        ) from error
+        raise SolverUnusableError(f"{title} cannot be used {_fault_and_remedy(error, solver)}") from error
     # PuLP's `status` says "Optimal" after a time-out, and `sol_status` may say so too over fractional values.
     if program.sol_status == pulp.LpSolutionInfeasible:
         return None
@@ -66,6 +65,14 @@ def solve_program(
     if any(v is None or (whole and abs(v - round(v)) > _INTEGRALITY_TOLERANCE) for v, whole in values):
         raise SolverUnusableError(f"{title}'s answer is not integral: raise --time-limit")
     return program.sol_status == pulp.LpSolutionOptimal and time.monotonic() - began < time_limit_seconds
+
+
+def _fault_and_remedy(error: Exception, solver: str) -> str:
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"(no room for its files in {tempfile.gettempdir()}): make room there, or name another folder in TMPDIR"
+    # PuLP says of a solver that was killed, or crashed, where it lies and how to see its output.
+    fault = "it ended without an answer" if isinstance(error, pulp.PulpSolverError) else error
+    return f"({fault}): reinstall it with pip install {_REINSTALL[solver]}"
 
 
 def first_usable(solver: str, attempt: Callable[[str], T]) -> tuple[T | None, str | None]:

@@ -20,7 +20,7 @@ from pi_toolkit.profiler.errors import PlacementError
 from pi_toolkit.profiler.hardware import Hardware
 
 from .machine_choice import resolve_hardware
-from .memory import DTYPES
+from .memory import BLOCKS, DTYPES
 from .placement_inputs import VramType, with_vram
 from .simulated_model import CONTEXT
 
@@ -108,6 +108,11 @@ def main(
     if ctx is not None and ctx > limit:
         raise click.BadParameter(
             f"{ctx} is beyond the model's {limit} positions: give at most {limit}", param_hint="--ctx"
+        )
+    if facts.shape.hidden_size % BLOCKS[predictor_dtype][0]:
+        raise click.BadParameter(
+            f"rows of {facts.shape.hidden_size} values are no whole number of its blocks: give bfloat16",
+            param_hint="--predictor-dtype",
         )
     room = ctx or min(CONTEXT, limit)
     if filled is not None and filled > room:

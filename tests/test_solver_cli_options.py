@@ -1,5 +1,6 @@
 """``pi-place`` beyond its defaults: several GPUs, pins, explanations, other solvers, hostile surroundings."""
 
+import errno
 import json
 import os
 import resource
@@ -156,7 +157,8 @@ def test_a_killed_cbc_is_no_optimum(workspace, monkeypatch, tmp_path, body, obje
     """The next solver answers, which is said; what it answers is checked."""
     fake_cbc(monkeypatch, tmp_path, body)
     content, result = placed(workspace.path, "--vram", gib(BUDGET), *OPTIONS, "--objective", objective)
-    assert content["status"] == "optimal" and "HiGHS is used instead: CBC cannot be used" in result.stderr
+    assert content["status"] == "optimal"
+    assert "HiGHS is used instead: CBC cannot be used (it ended without an answer): reinstall" in result.stderr
 
 
 @pytest.mark.parametrize("objective", ["latency", "firings"])
@@ -166,6 +168,18 @@ def test_a_millisecond_is_no_proof(workspace, objective):
     )
     assert content["status"] in ("greedy", "feasible") or content["gap"] <= 1e-4
     assert content["status"] != "greedy" or "the greedy placement is used instead" in result.stderr
+
+
+def test_a_full_folder_of_temporary_files_is_named(workspace, monkeypatch):
+    """To install CBC again makes no room for its files."""
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("tempfile.TemporaryDirectory", full)
+    _, result = placed(workspace.path, "--vram", gib(BUDGET), *OPTIONS)
+    assert "HiGHS is used instead: CBC cannot be used (no room for its files in" in result.stderr
+    assert "name another folder in TMPDIR" in result.stderr and "pip install" not in result.stderr
 
 
 def command(workspace, *arguments: object) -> list[str]:

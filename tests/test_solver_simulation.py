@@ -330,6 +330,18 @@ def test_vram_of_several_gpus(run_json: Callable[..., dict[str, Any]]) -> None:
     assert one["gpu_share_of_ffn_reads"] < two["gpu_share_of_ffn_reads"]
 
 
+def test_predictors_of_widths_that_have_no_blocks(
+    tmp_path: Path, run_json: Callable[..., Any], refuses: Callable[..., str]
+) -> None:
+    """It was --dtype that the sentence blamed."""
+    config = {"model_type": "opt", "hidden_size": 65, "ffn_dim": 77, "num_hidden_layers": 2, "num_attention_heads": 5}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"word_embed_proj_dim": 65}))
+    arguments = ("--shape", tmp_path, "--hardware", "rtx4090-i9-13900k", "--density", 0.05)
+    sentence = "rows of 65 values are no whole number of its blocks: give bfloat16"
+    assert sentence in refuses(pi_simulate, *arguments, exit_code=2)
+    assert run_json(pi_simulate, *arguments, "--predictor-dtype", "bfloat16")["predicted_tokens_per_second"] > 0
+
+
 def test_room_in_the_kv_cache_and_what_is_read_of_it(run_json: Callable[..., Any]) -> None:
     """Memory that nobody takes, or a cache that is read where nothing was written yet."""
     arguments = ("--shape", "opt-66b", "--dtype", "q4_0", "--hardware", "rtx4090-i9-13900k", "--system", "llama.cpp")
