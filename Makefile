@@ -61,8 +61,8 @@ gpu-check: $(GPU_SITE)/installed
 	mkdir -p $(GPU_OUT)
 	export PYTHONPATH=$(GPU_SITE) PYTHONUNBUFFERED=1; \
 	workers=$$($(GPU_PYTHON) -c 'import xdist' 2>/dev/null && echo '-n 8'); \
-	cd tests && OMP_NUM_THREADS=2 timeout -s INT -k 10 180 $(GPU_PYTHON) -m pytest -q -p no:cacheprovider $$workers \
-		test_gpu_*.py; tests=$$?; cd ..; \
+	cd tests && OMP_NUM_THREADS=2 timeout -s INT -k 20 160 $(GPU_PYTHON) -m pytest -vv --maxfail 10 -p no:cacheprovider \
+		$$workers test_gpu_*.py; tests=$$?; cd ..; \
 	timeout -s ABRT -k 10 290 $(GPU_PYTHON) -X faulthandler -m pi_toolkit.runtime.gpu_check --seconds 240 \
 		--trace $(GPU_OUT)/trace.json -o $(GPU_OUT)/gpu-check.json $(GPU_OPTIONS) && exit $$tests
 
