@@ -6,7 +6,6 @@ progress files (:mod:`pi_toolkit.profiler.progress_file`), which know the job th
 with an error, and with an interruption that came before anything worth keeping.
 """
 
-import fcntl
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,10 +15,10 @@ from typing import Any
 
 import click
 
-from pi_toolkit.profiler.errors import WorkspaceError
 from pi_toolkit.profiler.processes import Processes, ProcessesError
 from pi_toolkit.profiler.progress_file import ProgressError, ProgressFile, kept, saved_job
 from pi_toolkit.profiler.window_batch import other_text
+from pi_toolkit.profiler.workspace_lock import locked
 
 from .firing_copy import CopiedLayer
 from .predictor import Quality
@@ -78,7 +77,7 @@ def training_files(workspace: Path, job: dict[str, Any], resume: bool, processes
     if not processes.is_first:
         yield TrainingFiles(directory, job, resume)
         return
-    with _locked(workspace):
+    with locked(workspace):
         if not resume:
             shutil.rmtree(directory, ignore_errors=True)
         resumed = directory.exists()
@@ -107,16 +106,3 @@ def _worth_keeping(error: BaseException) -> bool:
     context = click.get_current_context(silent=True)
     interrupted = isinstance(error, KeyboardInterrupt) and context is not None and kept(context) is not None
     return interrupted or isinstance(error, ProcessesError | ProgressError)
-
-
-@contextmanager
-def _locked(workspace: Path) -> Iterator[None]:
-    """Hold *workspace* for one training at a time; the lock goes with the process."""
-    with (workspace / "model.json").open("rb") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise WorkspaceError(
-                f"another pi-train-predictor is at work in {str(workspace)!r}: wait for it, or end it"
-            ) from None
-        yield

@@ -129,7 +129,7 @@ def atomic_file(path: Path, is_output: bool = True) -> Iterator[Path]:
     A file that is no output (saved progress) is not named when the command is interrupted later, and its temporary name is
     always the same (``.new`` behind the other), so that whoever removes the file can remove what a kill left.
     """
-    with _parents(path):
+    with parents(path):
         temporary = _temporary_sibling(path) if is_output else path.with_name(f"{path.name}.new")
         try:
             yield temporary
@@ -147,7 +147,7 @@ def atomic_directory(path: Path) -> Iterator[Path]:
 
     Of two processes that write the same path, one has the last word, or one is refused with ``WorkspaceError``.
     """
-    with _parents(path), temporary_directory(path.parent) as temporary:
+    with parents(path), temporary_directory(path.parent) as temporary:
         yield temporary
         for file in temporary.iterdir():
             _sync(file)
@@ -188,7 +188,7 @@ def _exchange(first: Path, second: Path) -> bool:
 
 
 @contextmanager
-def _parents(path: Path) -> Iterator[None]:
+def parents(path: Path) -> Iterator[None]:
     """Make the folders above *path*; on any exception those made here are removed again unless something is in them."""
     made = []
     for folder in path.parents:

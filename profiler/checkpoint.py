@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 from .activation_stats import is_plain
 from .errors import CheckpointError
+from .fingerprint_samples import ask_for_samples, samples
 from .model_families import FAMILIES, read_shape
 
 if TYPE_CHECKING:
     import torch
 
-FINGERPRINT_SAMPLE_BYTES = 4096
 # Types of safetensors files; of weights in others than the first four _checked says what they are.
 _SAFETENSORS_TYPES = {
     "F64": "float64",
@@ -151,6 +151,7 @@ class Checkpoint:
 
     def fingerprint(self) -> str:
         """64 hexadecimal digits; equal for the same weights in any file format."""
+        ask_for_samples((tensor.data_ptr(), tensor.nbytes) for tensor in self._tensors.values() if is_plain(tensor))
         digest = hashlib.sha256(json.dumps(self.shape.to_json(), sort_keys=True).encode())
         for role in sorted(self.shape.shared_shapes()):
             _hash_tensor(digest, role, self.shared(role))
@@ -197,9 +198,8 @@ def _hash_tensor(digest: Any, role: str, tensor: "torch.Tensor") -> None:
 
     data = tensor.contiguous().flatten().view(torch.uint8)
     digest.update(f"{role}|{str(tensor.dtype).removeprefix('torch.')}|{list(tensor.shape)}|".encode())
-    length = min(FINGERPRINT_SAMPLE_BYTES, len(data))
-    for start in (0, (len(data) - length) // 2, len(data) - length):
-        digest.update(data[start : start + length].numpy().tobytes())
+    for sample in samples(len(data)):
+        digest.update(data[sample].numpy().tobytes())
 
 
 def _open_weight_files(directory: Path) -> "tuple[dict[str, torch.Tensor], list[mmap.mmap]]":

@@ -1,5 +1,6 @@
 """``pi-profile``: from a model to a workspace with its firing counts."""
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import click
@@ -86,6 +87,7 @@ def main(
     from .whole_model import WholeModel
     from .window_batch import Position, halved_batches, skip
     from .workspace import Workspace, describe, model_name, open_weights, refuse_other_model
+    from .workspace_lock import locked
 
     processes = this_process()
     workspace = Workspace(out or Path(f"{model_name(model)}-pi"))
@@ -119,48 +121,49 @@ def main(
         "device": torch_device.type,
         "torch": torch.__version__,
     }
-    progress_file = ProgressFile(progress_path, job, save_every)
-    saved = progress_file.read() if resume else None
-    tokenizer = load_tokenizer(checkpoint.directory, shape.vocabulary_size)
-    windows = document_windows(texts, tokenizer, window, tokens)
-    position = skip(windows, saved.position) if saved else Position()
-    if resume and processes.is_first:
-        begin = f"behind {position.tokens:,} tokens" if saved else "at the beginning, because no progress was saved"
-        note(f"resuming {begin}")
-    batches = halved_batches(windows, 1 if low_memory else batch_size, shape.vocabulary_size)
-    if low_memory:
-        execution: LayerByLayer | WholeModel = LayerByLayer(checkpoint, torch_device, torch_dtype, window)
-    else:
-        check_pass_room(shape, batch_size, window, tokens, torch_device, torch_dtype)
-        check_room(shape.num_parameters() * torch_dtype.itemsize, torch_device)
-        execution = WholeModel.load(checkpoint, torch_device, torch_dtype)
-    with (
-        connected(processes, torch_device),
-        progress_bar("profiling", tokens, shown=processes.is_first) as progress,
-    ):
-        processes.require_same("model, options or dtype", str((job, batch_size, low_memory)), torch_device)
-        progress.advance(position.tokens)
-        recording = record_firings(
-            execution,
-            shape,
-            batches,
-            progress.advance,
-            processes=processes,
-            progress_file=progress_file,
-            saved=saved,
-            position=position,
-        )
-    if not processes.is_first:
-        return
-    if recording.tokens < tokens:
-        note(f"the corpus ended after {recording.tokens:,} of {tokens:,} tokens")
+    with locked(workspace.activation.parent) if processes.is_first else nullcontext():
+        progress_file = ProgressFile(progress_path, job, save_every)
+        saved = progress_file.read() if resume else None
+        tokenizer = load_tokenizer(checkpoint.directory, shape.vocabulary_size)
+        windows = document_windows(texts, tokenizer, window, tokens)
+        position = skip(windows, saved.position) if saved else Position()
+        if resume and processes.is_first:
+            begin = f"behind {position.tokens:,} tokens" if saved else "at the beginning, because no progress was saved"
+            note(f"resuming {begin}")
+        batches = halved_batches(windows, 1 if low_memory else batch_size, shape.vocabulary_size)
+        if low_memory:
+            execution: LayerByLayer | WholeModel = LayerByLayer(checkpoint, torch_device, torch_dtype, window)
+        else:
+            check_pass_room(shape, batch_size, window, tokens, torch_device, torch_dtype)
+            check_room(shape.num_parameters() * torch_dtype.itemsize, torch_device)
+            execution = WholeModel.load(checkpoint, torch_device, torch_dtype)
+        with (
+            connected(processes, torch_device),
+            progress_bar("profiling", tokens, shown=processes.is_first) as progress,
+        ):
+            processes.require_same("model, options or dtype", str((job, batch_size, low_memory)), torch_device)
+            progress.advance(position.tokens)
+            recording = record_firings(
+                execution,
+                shape,
+                batches,
+                progress.advance,
+                processes=processes,
+                progress_file=progress_file,
+                saved=saved,
+                position=position,
+            )
+        if not processes.is_first:
+            return
+        if recording.tokens < tokens:
+            note(f"the corpus ended after {recording.tokens:,} of {tokens:,} tokens")
 
-    stats = activation_stats.ActivationStats(
-        recording.counts, record.fingerprint, recording.tokens, corpus_name(corpus), window, dtype_name
-    )
-    result = ProfileResult.of(recording, stats, other)
-    result.write(workspace, record)
-    progress_file.remove()
+        stats = activation_stats.ActivationStats(
+            recording.counts, record.fingerprint, recording.tokens, corpus_name(corpus), window, dtype_name
+        )
+        result = ProfileResult.of(recording, stats, other)
+        result.write(workspace, record)
+        progress_file.remove()
     result.show()
     speed = recording.new_tokens / recording.seconds
     click.echo(f"{recording.tokens:,} tokens at {speed:,.0f} tokens/s\nworkspace {workspace.path}")

@@ -8,9 +8,7 @@ import errno
 import json
 import math
 import re
-import signal
 import sys
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .atomic_write import published
+from .interruption import interruptible
 from .progress_file import kept
 
 if TYPE_CHECKING:
@@ -37,7 +36,7 @@ class ToolkitCommand(click.Command):
 
     def invoke(self, context: click.Context) -> Any:
         try:
-            with _terminated_like_interrupted():
+            with interruptible():
                 return super().invoke(context)
         except KeyboardInterrupt:
             written = ", ".join(repr(str(path)) for path in published(context))
@@ -70,19 +69,6 @@ class ToolkitCommand(click.Command):
         return click.ClickException(
             f"out of memory: {', or '.join(remedies) or 'use a machine with more of it, or a smaller model'}"
         )
-
-
-@contextmanager
-def _terminated_like_interrupted() -> Iterator[None]:
-    """Inside the block SIGTERM is Ctrl-C, so that what ``kill``, a scheduler or a container ends is cleaned up as well."""
-    if threading.current_thread() is not threading.main_thread():  # only there handlers can be set
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
 
 
 def is_out_of_memory(error: Exception) -> bool:

@@ -9,6 +9,7 @@ so that quality is always measured on text nothing was fitted to.
 import glob
 import importlib.util
 import json
+import tempfile
 from collections.abc import Iterator
 from itertools import chain, islice
 from pathlib import Path
@@ -74,7 +75,8 @@ def _read_parquet(path: Path) -> Iterator[str]:
 
 
 def _stream_parquet(files: list[str], source: str) -> Iterator[str]:
-    return _stream_dataset(source, "parquet", data_files=[glob.escape(file) for file in files])
+    with tempfile.TemporaryDirectory() as cache:  # the library wants one, and the user's may be missing or read-only
+        yield from _stream_dataset(source, "parquet", data_files=[glob.escape(file) for file in files], cache_dir=cache)
 
 
 def _stream_dataset(source: str, path: str, name: str | None = None, **options: Any) -> Iterator[str]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 CARRIED_SHARE = 0.8
+ALMOST_NONE = 0.0005  # of a layer's neurons and tokens; the sparsest published models fire at some per cent
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,35 @@ def measure_locality(counts: Sequence[np.ndarray], tokens: int) -> Locality:
         [share_for(layer) for layer in counts],
         share_for(np.concatenate(list(counts))),
     )
+
+
+def odd_layers(locality: Locality) -> str:
+    """One sentence where layers have (almost) no neuron that fires, or none that falls silent; empty where none has."""
+    silent = [layer for layer, share in enumerate(locality.firing_share) if share < ALMOST_NONE]
+    firing = [layer for layer, share in enumerate(locality.firing_share) if share > 1 - ALMOST_NONE]
+    found = [
+        f"in {_layers(layers)} (almost) {what}"
+        for layers, what in ((silent, "no neuron fires"), (firing, "every neuron fires on every token"))
+        if layers
+    ]
+    if not found:
+        return ""
+    return (
+        f"{' and '.join(found)}: check that these are the right weights for this config.json, and its activation and "
+        "threshold, because nothing can be gained there"
+    )
+
+
+def _layers(numbers: Sequence[int]) -> str:
+    """``layer 3``, ``layers 0-4, 7``."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    names = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return f"layer{'s' if len(numbers) > 1 else ''} {names}"
 
 
 def share_for(counts: np.ndarray, carried: float = CARRIED_SHARE) -> float:

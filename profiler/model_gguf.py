@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from . import gguf_container
-from .checkpoint import FINGERPRINT_SAMPLE_BYTES
 from .command_line import note
 from .errors import GgufError
+from .fingerprint_samples import ask_for_samples, samples
 from .gguf_container import TensorType, ValueType
 from .model_gguf_layout import (
     OURS,
@@ -198,12 +198,13 @@ class GgufModel:
     @cached_property
     def _own_fingerprint(self) -> str:
         digest = hashlib.sha256(json.dumps(self.shape.to_json(), sort_keys=True).encode())
+        views = map(self.file.data, self.file.tensors)
+        ask_for_samples((view.ctypes.data, view.nbytes) for view in views)
         for name, info in sorted(self.file.tensors.items()):
             digest.update(f"{name}|{info.type.name}|{list(info.shape)}|".encode())
             data = self.file.data(name).reshape(-1).view(np.uint8)
-            length = min(FINGERPRINT_SAMPLE_BYTES, len(data))
-            for start in (0, (len(data) - length) // 2, len(data) - length):
-                digest.update(data[start : start + length].tobytes())
+            for sample in samples(len(data)):
+                digest.update(data[sample].tobytes())
         return digest.hexdigest()
 
     def end_ids(self) -> frozenset[int]:

@@ -7,9 +7,9 @@ import click
 
 from . import activation_stats
 from .activation_stats import ActivationStats
-from .command_line import percent, print_table
+from .command_line import note, percent, print_table
 from .convergence import Agreement, Convergence, measure_agreement, measure_convergence
-from .locality import Locality, locality_figure, measure_locality
+from .locality import Locality, locality_figure, measure_locality, odd_layers
 from .profile_report import profile_report
 from .record import Recording
 from .workspace import ModelRecord, Workspace, write_model
@@ -67,6 +67,8 @@ class ProfileResult:
         )
         share = percent(self.locality.share_for_80_percent_model)
         click.echo(f"\n{share} of the model's FFN neurons carry 80 % of its firings")
+        if odd := odd_layers(self.locality):
+            note(odd)
         if self.convergence:
             _show_agreement("half of the documents and all of them", self.convergence.half_and_all)
             _show_agreement("the two halves of the documents", self.convergence.halves)

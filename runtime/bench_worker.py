@@ -8,8 +8,10 @@ threads lie still.
 import contextlib
 import multiprocessing
 import signal
+import threading
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from pi_toolkit.profiler.errors import BenchmarkError, ToolkitError
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
 # OpenMP's threads spin for some 10 ms behind their last job (xllamacpp's wheel, two threads). A process is still when it
-# used less than a tenth of a slice of time, and nobody waits longer than the limit.
+# used less than a tenth of a slice of time and no thread of it waits for a core, and nobody waits longer than the limit.
 SLICE_SECONDS, LONGEST_WAIT_SECONDS = 0.02, 2.0
 
 
@@ -118,5 +120,15 @@ def _wait_until_still() -> None:
     for _ in range(round(LONGEST_WAIT_SECONDS / SLICE_SECONDS)):
         before = time.process_time()
         time.sleep(SLICE_SECONDS)
-        if time.process_time() - before < SLICE_SECONDS / 10:
+        if time.process_time() - before < SLICE_SECONDS / 10 and not _others_are_running():
             return
+
+
+def _others_are_running() -> bool:
+    """Whether another thread of this process runs or would, if others left it a core; False where the system does not say."""
+    mine = threading.get_native_id()
+    for thread in Path("/proc/self/task").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            if int(thread.parent.name) != mine and thread.read_text().rpartition(")")[2].split()[0] == "R":
+                return True
+    return False

@@ -60,6 +60,13 @@ def encode_pair(tokenizer: Any, context: str, continuation: str) -> Pair:
     return Pair(before, whole[len(before) :])
 
 
+def shortened(pair: Pair, limit: int) -> Pair:
+    """*pair* if its continuation fits into *limit* positions, else the last *limit* tokens of it behind the one before."""
+    if len(pair.continuation) <= limit:
+        return pair
+    return Pair(pair.continuation[-limit - 1 : -limit], pair.continuation[-limit:])
+
+
 def log_likelihoods(
     decoder: Decoder, pairs: Sequence[Pair], advance: Callable[[int], None] = lambda _: None
 ) -> list[Likelihood]:

@@ -15,12 +15,12 @@ from lm_eval import simple_evaluate, utils
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 
-from pi_toolkit.profiler.command_line import progress_bar
+from pi_toolkit.profiler.command_line import note, progress_bar
 from pi_toolkit.profiler.errors import TaskError
 from pi_toolkit.profiler.workspace import Workspace
 
 from .engine import Engine, EngineOptions, open_engine
-from .eval_likelihood import Pair, encode, encode_pair, log_likelihoods, prefix_id
+from .eval_likelihood import Pair, encode, encode_pair, log_likelihoods, prefix_id, shortened
 from .eval_text import with_mode
 from .generate import generate
 from .kernels.sparse_ffn_reference import Mode
@@ -82,7 +82,13 @@ class PowerInferLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
-        pairs = [Pair(context, continuation) for _, context, continuation in requests]
+        whole = [Pair(context, continuation) for _, context, continuation in requests]
+        pairs = [shortened(pair, self.max_length) for pair in whole]
+        if longer := sum(len(pair.continuation) > self.max_length for pair in whole):
+            note(
+                f"{longer} of {len(whole)} continuations are longer than the context, and their last {self.max_length} "
+                "tokens are scored: raise --ctx"
+            )
         with progress_bar("likelihoods", len(pairs), "continuations") as bar:
             found = log_likelihoods(self._decoder, pairs, bar.advance)
         results = [(likelihood.log_probability, likelihood.is_greedy) for likelihood in found]

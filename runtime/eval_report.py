@@ -116,7 +116,8 @@ def _layers(qualities: Sequence[Quality]) -> list[dict[str, float]]:
 
 def print_tasks(results: dict[str, dict[str, dict[str, float]]]) -> None:
     """One row per task and mode, one column per metric; *results* by task, mode and metric."""
-    metrics = list(dict.fromkeys(name for modes in results.values() for found in modes.values() for name in found))
+    names = (name for modes in results.values() for found in modes.values() for name in found)
+    metrics = [name for name in dict.fromkeys(names) if name != "left_out"]  # which has been said
     rows = [(task, mode, found) for task, modes in results.items() for mode, found in modes.items()]
     table: dict[str, Sequence[object]] = {"task": [row[0] for row in rows], "mode": [row[1] for row in rows]}
     for metric in metrics:

@@ -156,17 +156,24 @@ def measure_text(
 def measure_tasks(engine: "Engine", modes: "Sequence[Mode]", options: TaskOptions) -> dict[str, Any]:
     """Measure, print, and return for JSON: ``tasks`` by name or file, mode and metric."""
     from .eval_report import print_tasks
-    from .eval_tasks import answer, encode_questions, read_questions
+    from .eval_tasks import answer, encode_questions, fitting, read_questions
     from .eval_text import with_mode
 
     results: dict[str, dict[str, dict[str, float]]] = {}
     for file in options.files:
         questions = read_questions(file, options.limit)
-        encoded = encode_questions(questions, engine.tokenizer)
+        context = engine.decoder.cache.context
+        asked, encoded = fitting(questions, encode_questions(questions, engine.tokenizer), context)
+        left_out = len(questions) - len(asked)
+        if left_out:
+            note(
+                f"{left_out} of {len(questions)} questions of {file.name} have a choice longer than the context of {context} "
+                "tokens and are left out: raise --ctx"
+            )
         with progress_bar(file.stem, len(modes) * sum(map(len, encoded)), "choices") as bar:
             for mode in modes:
-                found = answer(with_mode(engine.decoder, mode), questions, encoded, bar.advance)
-                results.setdefault(str(file), {})[mode] = found.to_json()
+                found = answer(with_mode(engine.decoder, mode), asked, encoded, bar.advance)
+                results.setdefault(str(file), {})[mode] = found.to_json() | {"left_out": left_out}
     if options.of_lm_eval:
         from .eval_lm import run_tasks
 

@@ -105,6 +105,17 @@ def encode_questions(questions: Iterable[Question], tokenizer: Any) -> list[list
     ]
 
 
+def fitting(
+    questions: Sequence[Question], encoded: Sequence[Sequence[Pair]], context: int
+) -> tuple[list[Question], list[Sequence[Pair]]]:
+    """Those of which every choice fits into *context* positions: a choice of which only the end were scored would have an
+    advantage over the others. Raises ``TaskError`` where none is left."""
+    left = [index for index, pairs in enumerate(encoded) if all(len(pair.continuation) <= context for pair in pairs)]
+    if not left:
+        raise TaskError(f"every question has a choice longer than the context of {context} tokens: raise --ctx")
+    return [questions[index] for index in left], [encoded[index] for index in left]
+
+
 def _delimiter(context: str) -> str:
     return "" if not context or context[-1].isspace() else " "
 

@@ -31,7 +31,7 @@ def kill_at_random(module: str, arguments: list[str], whole: Path, killed: Path,
     given = json.dumps([module, arguments, str(whole), str(killed), kills, seed])
     environment = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     done = subprocess.run(
-        [sys.executable, __file__, given], capture_output=True, text=True, check=False, env=environment, timeout=300
+        [sys.executable, __file__, given], capture_output=True, text=True, check=False, env=environment, timeout=900
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])

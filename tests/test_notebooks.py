@@ -50,7 +50,8 @@ def test_notebook_runs(path: Path, workspace: Path, bench_reports: Path, monkeyp
     monkeypatch.setenv("PI_BENCH", str(bench_reports))
     monkeypatch.setenv("PI_TOKENS", "3000")
     notebook = nbformat.read(path, as_version=4)
-    NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(path.parent)}}).execute()
+    resources = {"metadata": {"path": str(path.parent)}}
+    NotebookClient(notebook, timeout=600, startup_timeout=300, resources=resources).execute()
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

@@ -10,37 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 
 from pi_toolkit.predictor_training.cli import main
 from pi_toolkit.profiler.checkpoint import Checkpoint
-from pi_toolkit.profiler.cli import main as pi_profile
 from pi_toolkit.profiler.progress_file import ProgressFile
+from pi_toolkit.profiler.workspace_lock import locked
 from random_kills import WORKSPACE, kill_at_random
-from tiny_models import save_family
 
-WORDS = "the cat sat on a mat with dogs and birds near rivers while rain fell over old towns".split()
 PLAIN = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
 ONE_THREAD = PLAIN | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_family(tmp_path_factory.mktemp("models") / "tiny", "llama")
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("corpus") / "corpus.txt"
-    path.write_text("\n\n".join(" ".join(WORDS[n % 7 :] + WORDS[: n % 11]) for n in range(120)))
-    return path
-
-
-@pytest.fixture
-def workspace(tmp_path: Path, model: Path, corpus: Path) -> Path:
-    arguments = [str(model), "--corpus", str(corpus), "--tokens", "100", "-o", str(tmp_path / "pi")]
-    assert CliRunner().invoke(pi_profile, arguments).exit_code == 0
-    return tmp_path / "pi"
 
 
 @pytest.fixture
@@ -215,11 +193,8 @@ def test_a_resumed_training_keeps_its_dtype(
 
 def test_two_trainings_of_one_workspace_are_refused(workspace: Path, options: list[str], refuses: Any) -> None:
     """Samples of two runs in the same files."""
-    import fcntl
-
-    with (workspace / "model.json").open("rb") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        assert "another pi-train-predictor is at work in" in refuses(main, workspace, *options)
+    with locked(workspace):
+        assert "another pi-profile or pi-train-predictor is at work in" in refuses(main, workspace, *options)
     assert {path.name for path in workspace.iterdir()} == {"model.json", "activation"}
 
 

@@ -7,11 +7,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import click
 import pytest
 
+from pi_toolkit.profiler import interruption
 from pi_toolkit.profiler.atomic_write import atomic_file
 from pi_toolkit.profiler.cli import main
 from pi_toolkit.profiler.command_line import CountType, FiniteFloatType, ToolkitCommand, emit_json
@@ -68,6 +70,68 @@ def test_ended_from_outside_is_one_sentence(refuses: Callable[..., str], tmp_pat
     assert message.endswith(f"{str(tmp_path / 'output')!r} was already written, run the command again")
     assert [path.name for path in tmp_path.iterdir()] == ["output"]
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+class Dropping:
+    """Python drops what is raised while this is destroyed."""
+
+    def __del__(self) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0)
+
+
+def drop() -> None:
+    Dropping()
+
+
+def swallow() -> None:
+    with suppress(BaseException):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(10)
+
+
+def replace() -> None:
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(10)
+    except BaseException:
+        raise ImportError("a library that was interrupted at its import") from None
+
+
+@pytest.mark.parametrize("loses", [drop, swallow, replace])
+def test_an_interruption_that_a_library_loses_comes_again(
+    refuses: Callable[..., str], monkeypatch: pytest.MonkeyPatch, loses: Callable[[], None]
+) -> None:
+    """Prevents Ctrl-C or ``kill`` from being ignored for ever, or from ending in a library's words, because of the moment
+    they came at."""
+    monkeypatch.setattr(interruption, "SECONDS_BEFORE_ANOTHER", 0.05)
+
+    @click.command(cls=ToolkitCommand)
+    def command() -> None:
+        loses()
+        time.sleep(60)
+
+    assert refuses(command) == "Error: interrupted before the end: no output was changed, run the command again"
+
+
+def test_cleaning_up_is_not_interrupted(
+    tmp_path: Path, refuses: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prevents the second coming of an interruption from leaving half of what the first was removing."""
+    monkeypatch.setattr(interruption, "SECONDS_BEFORE_ANOTHER", 0.01)
+
+    @click.command(cls=ToolkitCommand)
+    def command() -> None:
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(10)
+        finally:
+            for _ in range(20):
+                time.sleep(0.01)
+            (tmp_path / "cleaned").touch()
+
+    assert "interrupted before the end" in refuses(command)
+    assert (tmp_path / "cleaned").exists()
 
 
 def test_command_runs_outside_the_main_thread(run: Callable[..., object]) -> None:

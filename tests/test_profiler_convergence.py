@@ -10,9 +10,8 @@ import pytest
 
 from pi_toolkit.profiler.cli import main
 from pi_toolkit.profiler.convergence import hot_overlap, measure_agreement, measure_convergence, rank_correlation
+from tiny_corpus import WORDS
 from tiny_models import save_family
-
-WORDS = "the cat sat on a mat with dogs and birds near rivers while rain fell over old towns".split()
 
 
 def test_rank_correlation_by_its_definition() -> None:

@@ -71,6 +71,14 @@ def test_documents_come_in_order(tmp_path: Path, name: str) -> None:
     assert [text.strip() for text in documents(str(path))] == TEXTS
 
 
+def test_a_parquet_file_needs_no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prevents a file on the disk from being unreadable where the user's home is missing or cannot be written."""
+    (tmp_path / "file").touch()
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "file" / "cache")
+    path = write_parquet(tmp_path / "corpus.parquet", TEXTS)
+    assert [text.strip() for text in documents(str(path))] == TEXTS
+
+
 def test_every_format_splits_alike(tmp_path: Path) -> None:
     """Prevents a converted corpus from holding other documents out, by counting empty ones."""
     texts = [TEXTS[0], *TEXTS[1:]]

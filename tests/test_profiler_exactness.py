@@ -21,10 +21,10 @@ from pi_toolkit.profiler.token_windows import Window
 from pi_toolkit.profiler.whole_model import WholeModel
 from pi_toolkit.profiler.window_batch import WindowBatch, halved_batches
 from pi_toolkit.runtime.convert_cli import main as pi_convert
+from tiny_corpus import WORDS, save_corpus
 from tiny_models import BAMBOO, CONFIGS, PROSPARSE, VOCABULARY, save_family
 
 CPU = torch.device("cpu")
-WORDS = "the cat sat on a mat with dogs and birds near rivers while rain fell over old towns".split()
 
 
 def windows(count: int, length: int, last: int) -> list[Window]:
@@ -110,7 +110,7 @@ def test_batch_size_and_padding_side_change_nothing(
     """Prevents pads from being counted, or a token from seeing them, where the tokenizer has a padding side of its own."""
     model = save_family(tmp_path / "tiny", "llama")
     corpus = tmp_path / "corpus.txt"
-    corpus.write_text("\n\n".join(" ".join(WORDS[n % 7 :] + WORDS[: n % 11]) for n in range(80)))
+    save_corpus(corpus, 80)
     options = ("--corpus", corpus, "--tokens", "700", "--window", "48")
     plain = run_json(main, model, *options, "--batch-size", "1", "-o", tmp_path / "plain")
     config = json.loads((model / "tokenizer_config.json").read_text())

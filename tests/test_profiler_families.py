@@ -193,6 +193,14 @@ def test_published_prosparse_config_is_read() -> None:
     assert ModelShape.from_json(json.loads(json.dumps(shape.to_json()))) == shape
 
 
+@pytest.mark.parametrize("zero", [0, 0.0])
+def test_fatrelu_of_threshold_zero_is_relu(zero: float) -> None:
+    """Prevents a threshold of nothing, which makes FATReLU ReLU, from being refused or taken for one that is missing."""
+    shape = read_shape({**PUBLISHED_PROSPARSE, "hidden_act_param": zero})
+    assert (shape.activation, shape.activation_threshold, shape.full_activation) == ("fatrelu", 0.0, "fatrelu:0.0")
+    assert shape.falls_silent and ModelShape.from_json(json.loads(json.dumps(shape.to_json()))) == shape
+
+
 @pytest.mark.parametrize(
     ("changes", "named"),
     [

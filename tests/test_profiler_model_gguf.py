@@ -245,7 +245,7 @@ def test_twenty_thousand_damaged_files(small, tmp_path):
     for _ in range(MUTATIONS):
         damaged = mutate(content, header_bytes, source)
         path.write_bytes(damaged)
-        began = time.perf_counter()
+        began = time.process_time()
         try:
             model = GgufModel(path)
             read_everything(model)
@@ -253,7 +253,7 @@ def test_twenty_thousand_damaged_files(small, tmp_path):
             assert ": " in error.message
             continue
         finally:
-            slowest = max(slowest, time.perf_counter() - began)
+            slowest = max(slowest, time.process_time() - began)
         accepted += 1
         file = model.file
         header = gguf_container.encode_header(model.magic, [*file.key_values.values()], [*file.tensors.values()])

@@ -1,13 +1,13 @@
 """What one process of several knows of the others; real jobs of two processes are in test_profiler_torchrun.py."""
 
 import os
-import socket
 import subprocess
 import sys
 
 import pytest
 import torch
 
+from meeting import meeting_point
 from pi_toolkit.profiler.processes import Processes, ProcessesError, connected, this_process
 
 CPU = torch.device("cpu")
@@ -72,10 +72,12 @@ def test_the_threads_of_a_job_end_with_it() -> None:
         "    assert gloo()\n"
         "assert not gloo(), gloo()"
     )
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
-    result = subprocess.run(
-        [sys.executable, "-c", program], env=os.environ | alone, capture_output=True, text=True, check=False
-    )
+    with meeting_point(1) as alone:
+        result = subprocess.run(
+            [sys.executable, "-c", program],
+            env=os.environ | alone | {"RANK": "0"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
     assert result.returncode == 0, result.stderr

@@ -65,15 +65,20 @@ def test_damaged_progress_is_one_sentence(tmp_path: Path) -> None:
             file.read()
 
 
-def test_saving_is_due_now_and_then(tmp_path: Path) -> None:
+def test_saving_is_due_now_and_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prevents a save after every batch, and a first save that never comes."""
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
     assert ProgressFile(tmp_path / "progress", JOB, 0.0).due()
-    file = ProgressFile(tmp_path / "progress", JOB, 0.05)
+    file = ProgressFile(tmp_path / "progress", JOB, 5.0)
+    now += 4.9
     assert not file.due()
-    time.sleep(0.06)
+    now += 0.2
     assert file.due()
     file.save({}, {})
     assert not file.due()
+    now += 5.1
+    assert file.due()
 
 
 def test_interruption_says_that_progress_is_kept(tmp_path: Path) -> None:

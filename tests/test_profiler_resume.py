@@ -1,5 +1,6 @@
 """A profile that was killed and resumed is the profile of a run that was not, and nothing of the interruption is left."""
 
+import errno
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -9,26 +10,15 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from folder_contents import contents
 from pi_toolkit.profiler.checkpoint import Checkpoint
 from pi_toolkit.profiler.cli import main
 from pi_toolkit.profiler.workspace import Workspace
+from pi_toolkit.profiler.workspace_lock import locked
 from random_kills import WORKSPACE, kill_at_random
 from tiny_models import save_family
 
-WORDS = "the cat sat on a mat with dogs and birds near rivers while rain fell over old towns".split()
 TOKENS = "1.2k"
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_family(tmp_path_factory.mktemp("models") / "tiny_llama", "llama")
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("corpus") / "corpus.txt"
-    path.write_text("\n\n".join(" ".join(WORDS[n % 7 :] + WORDS[: n % 11]) for n in range(200)))
-    return path
 
 
 @pytest.fixture(scope="module")
@@ -42,10 +32,6 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory, model: Path, corpus:
 def arguments(model: Path, corpus: Path, out: Path) -> list[str]:
     options = ["--corpus", str(corpus), "--tokens", TOKENS, "--window", "16", "--save-every", "0", "-o", str(out)]
     return [str(model), *options]
-
-
-def contents(workspace: Path) -> dict[str, bytes]:
-    return {f.relative_to(workspace).as_posix(): f.read_bytes() for f in workspace.rglob("*") if f.is_file()}
 
 
 class Stopped(BaseException):
@@ -197,6 +183,30 @@ def test_a_long_run_saves_within_a_minute(
     """Prevents an option that makes a kill cost an hour."""
     given = arguments(model, corpus, tmp_path / "pi")
     assert "--save-every" in refuses(main, *given, "--save-every", "61", exit_code=2)
+
+
+def test_two_profiles_in_one_workspace_are_refused(
+    tmp_path: Path, model: Path, corpus: Path, refuses: Callable[..., str]
+) -> None:
+    """Prevents two runs from saving their progress over each other's, and counts of one beside the report of the other."""
+    given = arguments(model, corpus, tmp_path / "new" / "pi")
+    with locked(tmp_path / "new" / "pi"):
+        assert "another pi-profile or pi-train-predictor is at work in" in refuses(main, *given)
+    assert CliRunner().invoke(main, given).exit_code == 0
+
+
+def test_a_file_system_without_locks_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prevents a workspace on NFS, which refuses a lock of what is open for reading alone, from being no workspace."""
+    monkeypatch.setattr("fcntl.flock", lambda *_: (_ for _ in ()).throw(OSError(errno.EBADF, "Bad file descriptor")))
+    with locked(tmp_path):
+        pass
+
+
+def test_a_folder_that_an_error_leaves_empty_goes_away(tmp_path: Path) -> None:
+    """Prevents an empty workspace from a command that failed."""
+    with pytest.raises(KeyError), locked(tmp_path / "new" / "pi"):
+        raise KeyError
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_profile_of_another_model_is_refused(

@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,10 +11,12 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from folder_contents import contents
+from meeting import meeting_point
 from pi_toolkit.profiler.cli import main
+from tiny_corpus import save_corpus
 from tiny_models import save_family
 
-WORDS = "the cat sat on a mat with dogs and birds near rivers while rain fell over old towns".split()
 PLAIN = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
 
 
@@ -25,12 +26,8 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     folder = tmp_path_factory.mktemp("given")
     model = save_family(folder / "tiny_llama", "llama")
     corpus = folder / "corpus.txt"
-    corpus.write_text("\n\n".join(" ".join(WORDS[n % 7 :] + WORDS[: n % 11]) for n in range(200)))
+    save_corpus(corpus, 200)
     return [str(model), "--corpus", str(corpus), "--tokens", "1.2k", "--window", "16", "--save-every", "0"]
-
-
-def contents(workspace: Path) -> dict[str, bytes]:
-    return {f.relative_to(workspace).as_posix(): f.read_bytes() for f in workspace.rglob("*") if f.is_file()}
 
 
 def test_two_processes_give_the_files_of_one(tmp_path: Path, given: list[str], run_json: Callable[..., Any]) -> None:
@@ -66,20 +63,18 @@ def test_saved_progress_does_not_depend_on_the_number_of_processes(tmp_path: Pat
         "    yield from steps(self, batches, counter)\n"
         "WholeModel.steps = failing\ncli.main(sys.argv[1:])"
     )
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", fail, *given, "--batch-size", "2", "-o", str(tmp_path / "two" / "pi")],
-            stderr=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=PLAIN | meeting | {"RANK": rank, "LOCAL_RANK": rank, "OMP_NUM_THREADS": "1"},
-        )
-        for rank in ("0", "1")
-    ]
-    messages = [process.communicate(timeout=120)[1] for process in processes]
+    with meeting_point(2) as meeting:
+        processes = [
+            subprocess.Popen(
+                [sys.executable, "-c", fail, *given, "--batch-size", "2", "-o", str(tmp_path / "two" / "pi")],
+                stderr=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                env=PLAIN | meeting | {"RANK": rank, "LOCAL_RANK": rank, "OMP_NUM_THREADS": "1"},
+            )
+            for rank in ("0", "1")
+        ]
+        messages = [process.communicate(timeout=600)[1] for process in processes]
     assert [process.returncode for process in processes] == [1, 1], messages
     assert "Traceback" not in "".join(messages), messages
     assert "Error: Input/output error: check that the path is readable" in messages[1]

@@ -1,5 +1,6 @@
 """Contenders in processes of their own: questions, named errors from the other side, and a process that dies."""
 
+import hashlib
 import os
 import threading
 import time
@@ -40,9 +41,9 @@ class Echo:
 
     def leave_a_thread_spinning(self, seconds: float) -> None:
         def spin() -> None:
-            end = time.perf_counter() + seconds
+            end, block = time.perf_counter() + seconds, bytes(2**20)
             while time.perf_counter() < end:
-                pass
+                hashlib.sha256(block)  # without Python's lock, as the threads of a library spin
 
         threading.Thread(target=spin).start()
 

@@ -13,7 +13,8 @@ from pi_toolkit.profiler.checkpoint import Checkpoint
 from pi_toolkit.profiler.errors import GenerationError, TaskError
 from pi_toolkit.profiler.token_windows import load_tokenizer
 from pi_toolkit.runtime.engine import Engine, EngineOptions, open_engine
-from pi_toolkit.runtime.eval_likelihood import Pair, encode_pair, log_likelihoods
+from pi_toolkit.runtime.eval_cli import main as pi_eval
+from pi_toolkit.runtime.eval_likelihood import Pair, encode_pair, log_likelihoods, shortened
 from pi_toolkit.runtime.eval_tasks import Question, answer, encode_questions, read_questions
 from pi_toolkit.runtime.generate import generate
 from pi_toolkit.runtime.sampling import Sampler, SamplingOptions
@@ -150,6 +151,31 @@ def test_continuations_that_do_not_fit(engine: Engine, continuation: list[int]) 
     """The likelihood of a part of a choice taken for that of the whole."""
     with pytest.raises(GenerationError, match="none longer than the context"):
         log_likelihoods(engine.decoder, [Pair([1], continuation)])
+
+
+def test_the_end_of_a_continuation_that_does_not_fit(engine: Engine) -> None:
+    """A harness that hands over continuations one by one, and whose whole run ended at one that is too long."""
+    engine.decoder.mode = "dense"
+    ids = [int(number) for number in torch.randint(3, 200, (CONTEXT + 9,), generator=torch.manual_seed(0))]
+    assert shortened(Pair([1], ids[:CONTEXT]), CONTEXT) == Pair([1], ids[:CONTEXT])
+    end = shortened(Pair([1], ids), CONTEXT)
+    assert end == Pair([ids[8]], ids[9:])
+    assert log_likelihoods(engine.decoder, [end])[0].log_probability < 0
+
+
+def test_questions_with_a_choice_that_does_not_fit_are_left_out(
+    tmp_path: Path, engine: Engine, run_json: Any, run: Any, refuses: Any
+) -> None:
+    """A long run that ends at one odd line, or a choice that wins because only its end was scored."""
+    long = {"context": "a", "choices": ["b", "the river " * CONTEXT], "label": 1}
+    mixed = write_lines(tmp_path / "mixed.jsonl", QUESTIONS[0], long, QUESTIONS[1])
+    plain = write_lines(tmp_path / "plain.jsonl", *QUESTIONS[:2])
+    given = [make_workspace(tmp_path, "llama", "tiny").path, "--mode", "dense", "--ctx", CONTEXT, "--tasks"]
+    found, without = (run_json(pi_eval, *given, file)["tasks"][str(file)]["dense"] for file in (mixed, plain))
+    assert found == without | {"left_out": 1} and without["left_out"] == 0
+    said = run(pi_eval, *given, mixed).stderr
+    assert f"1 of 3 questions of mixed.jsonl have a choice longer than the context of {CONTEXT} tokens" in said
+    assert "raise --ctx" in refuses(pi_eval, *given, write_lines(tmp_path / "long.jsonl", long))
 
 
 def test_accuracy_counts_right_answers(engine: Engine) -> None:
