@@ -82,7 +82,7 @@ class _Interruption:
             if self._ended:
                 return
             self._reminds = True
-            _thread.interrupt_main(number)
+            _thread.interrupt_main(signal.Signals(number))
 
 
 def _is_on_its_way() -> bool:

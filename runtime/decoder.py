@@ -12,7 +12,7 @@ from .gpu_memory import allocating
 from .gpu_step import gpu_step
 from .kernels.native import multiply
 from .kernels.sparse_ffn_reference import Mode
-from .kv_cache import KeyValueCache, cache_dtype, consecutive
+from .kv_cache import KeyValueCache, allowed_keys, cache_dtype, consecutive
 from .native_step import native_step
 from .rotary import rotate, rotation_table
 from .weights import LayerWeights, ModelWeights
@@ -138,10 +138,7 @@ class Decoder:
         """Mask bool [rows, 1, tokens, end − first], or None when every token sees every key of the range."""
         import torch
 
-        key_positions = torch.arange(first, end)
-        allowed = key_positions <= positions[:, :, None]
-        if window := self.shape.sliding_window:
-            allowed &= key_positions > positions[:, :, None] - window
+        allowed = allowed_keys(positions, torch.arange(first, end), self.shape.sliding_window)
         return None if bool(allowed.all()) else allowed[:, None]
 
     def _rotate(self, heads: "torch.Tensor", positions: "torch.Tensor") -> "torch.Tensor":

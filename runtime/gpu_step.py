@@ -13,7 +13,7 @@ from pi_toolkit.profiler.model_families import ModelShape
 
 from .kernels.sparse_ffn_reference import Mode
 from .kernels.triton_kernels import triton_kernels
-from .kv_cache import KeyValueCache
+from .kv_cache import KeyValueCache, allowed_keys
 from .overlap import FEWEST_STREAMED_TOKENS
 from .rotary import rotate
 from .step_graphs import StepGraphs
@@ -149,10 +149,7 @@ class GpuStep:
         import torch
 
         key_positions = torch.arange(end, device=positions.device)
-        allowed = key_positions <= positions[:, None]
-        if window := self.shape.sliding_window:
-            allowed &= key_positions > positions[:, None] - window
-        return allowed[:, None, None]
+        return allowed_keys(positions, key_positions, self.shape.sliding_window)[:, None, None]
 
 
 def gpu_step(shape: ModelShape, weights: ModelWeights, cache: KeyValueCache, rotations: "Rotations") -> GpuStep | None:

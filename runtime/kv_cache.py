@@ -28,6 +28,15 @@ def consecutive(slots: "torch.Tensor") -> int | None:
     return start if slots.tolist() == list(range(start, start + len(slots))) else None
 
 
+def allowed_keys(positions: "torch.Tensor", key_positions: "torch.Tensor", window: int | None) -> "torch.Tensor":
+    """Mask bool [..., keys]: which keys a token at each of *positions* [...] sees, all before it and itself, or of these the
+    last *window*."""
+    allowed = key_positions <= positions[..., None]
+    if window:
+        allowed &= key_positions > positions[..., None] - window
+    return allowed
+
+
 def _zeros(size: tuple[int, ...], dtype: "torch.dtype", device: "torch.device") -> "torch.Tensor":
     """Zeros; on a CPU of memory that the system fills when it is first used, which a cache rarely is to its end."""
     import torch

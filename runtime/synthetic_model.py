@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pi_toolkit.profiler.model_families import ModelShape, Rotary
+from pi_toolkit.profiler.model_families import ModelShape, read_shape
 from pi_toolkit.solver.memory import precise_dtype
 
 from .bench_replay import replay
@@ -54,28 +54,19 @@ class SyntheticSize:
 
     @property
     def shape(self) -> ModelShape:
-        return ModelShape(
-            family="llama",
-            vocabulary_size=self.vocabulary,
-            hidden_size=self.hidden,
-            ffn_sizes=(self.neurons,) * self.layers,
-            num_heads=self.heads,
-            num_kv_heads=self.heads,
-            head_dim=self.hidden // self.heads,
-            max_positions=self.context,
-            activation="fatrelu",
-            gated=True,
-            norm="rms",
-            norm_epsilon=1e-5,
-            attention_bias=False,
-            ffn_bias=False,
-            tied_embeddings=False,
-            separate_ffn_norm=True,
-            parallel_block=False,
-            rotary=Rotary(10000.0),
-            sliding_window=None,
-            position_offset=0,
-            activation_threshold=1.0,
+        return read_shape(
+            {
+                "model_type": "llama",
+                "vocab_size": self.vocabulary,
+                "hidden_size": self.hidden,
+                "intermediate_size": self.neurons,
+                "num_hidden_layers": self.layers,
+                "num_attention_heads": self.heads,
+                "max_position_embeddings": self.context,
+                "hidden_act": "fatrelu",
+                "hidden_act_param": 1.0,
+                "rms_norm_eps": 1e-5,
+            }
         )
 
 
