@@ -157,7 +157,7 @@ def main(
 
     from . import predictor_file
     from .adaptive_training import LayerTrainer, Outcome, Target, train_adaptively
-    from .firing_copy import require_copies
+    from .firing_copy import FiringCopy, require_copies
     from .masked_perplexity import masked_perplexity
     from .masks import masks_of
     from .predictor_size import F16_BYTES, predictor_bytes
@@ -218,8 +218,10 @@ def main(
         if processes.is_first and store.tokens() < (wanted := sum(room[0].values())):
             note(f"the corpus ended after {store.tokens():,} of {wanted:,} tokens")
 
+        copies: dict[int, FiringCopy] = {}
+
         def perplexity(layers: "list[PredictedLayer] | None", split: str) -> float:
-            masks = masks_of(layers, checkpoint, torch_device) if layers else None
+            masks = masks_of(layers, checkpoint, torch_device, copies) if layers else None
             batches = windows_of(corpus, split, tokenizer, window, batch_size)
             return masked_perplexity(hf_model, shape, masks, batches, processes)
 

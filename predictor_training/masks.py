@@ -40,12 +40,16 @@ class CopyMask:
 Mask = MlpMask | CopyMask
 
 
-def masks_of(layers: Sequence[PredictedLayer], checkpoint: Checkpoint, device: "torch.device") -> list[Mask]:
-    """The masks of trained and calibrated *layers* on *device*."""
+def masks_of(
+    layers: Sequence[PredictedLayer], checkpoint: Checkpoint, device: "torch.device", copies: dict[int, FiringCopy]
+) -> list[Mask]:
+    """The masks of trained and calibrated *layers* on *device*; rows that are copied anew are kept in *copies* by layer."""
     masks: list[Mask] = []
     for number, layer in enumerate(layers):
         if isinstance(layer, CopiedLayer):
-            masks.append(CopyMask(firing_copy(checkpoint, number, device), layer.threshold))
+            if number not in copies:
+                copies[number] = firing_copy(checkpoint, number, device)
+            masks.append(CopyMask(copies[number], layer.threshold))
         else:
             masks.append(MlpMask(layer.fc1.to(device).float(), layer.fc2.to(device).float()))
     return masks
