@@ -99,7 +99,7 @@ class _Filling:
     def place_dense(self, plan: Plan) -> None:
         if plan.head_gpu is not None:
             self._place_head([plan.head_gpu])
-        for layer in np.flatnonzero(plan.attention):
+        for layer in np.flatnonzero(plan.attention).tolist():
             self._place_attention(layer)
             if plan.homes is None and plan.predictor[layer]:
                 self._place_predictor(layer)

@@ -110,7 +110,8 @@ def _solve_program(
 def _solve_exactly(problem: LatencyProblem, solver: str, time_limit_seconds: float, gap: float) -> _Found | None:
     """By *solver*, and by the other one when that has not proved its answer in a quarter of the time: between equal GPUs one
     can search for minutes where the other is done at once."""
-    began, answers = time.monotonic(), []
+    began = time.monotonic()
+    answers: list[Answer] = []
     for name in (solver, *(other for other in SOLVERS if other != solver)):
         left = time_limit_seconds - _since(began)
         if left <= 0:
