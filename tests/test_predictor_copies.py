@@ -138,7 +138,7 @@ def test_every_later_command(tmp_path: Path, corpus: Path, copied: Path, run_jso
     """A command that looks for matrices that a copy does not have."""
     path = shutil.copytree(copied, tmp_path / "pi")
     placed = run_json(pi_place, path, "--vram", 0.0004, "--reserve", 0, "--sync-seconds", 0, "--dtype", "float32")
-    assert placed["status"] == "optimal"
+    assert Path(placed["gpuidx"]).exists()
     assert run_json(pi_simulate, "--shape", path, "--hardware", "rtx4090-i9-13900k")["systems"]
     texts = {mode: run_json(pi_run, path, "-p", "the cat", "-n", 6, "--mode", mode) for mode in ("exact", "predicted")}
     assert all(len(text["token_ids"]) == 6 for text in texts.values())
@@ -200,6 +200,24 @@ def test_auto_reads_the_least(tmp_path: Path, corpus: Path, run_json: RunJson) -
     # an MLP of 32 units reads 2 · 32 · (32 + 96) bytes, a copy 96 · (18 + 4), and random models need hundreds of units
     assert [layer["kind"] for layer in result["layers"]] == ["copy"] * 3
     assert run_json(pi_run, path, "-p", "the cat", "-n", 4, "--mode", "predicted")["token_ids"]
+
+
+def test_both_kinds_in_one_model(tmp_path: Path, corpus: Path, run_json: RunJson) -> None:
+    """Copies beyond --share, or a model whose layers are of two kinds that a later command cannot read."""
+    path = profiled(tmp_path, "opt", corpus)
+    record = read_model(Workspace(path))
+    share = 1.5 * copy_share(record.shape, [0])
+    options = ("--corpus", corpus, "--tokens", 1500, "--window", 32, "--epochs", 1, "--share", share, "--rounds", 2)
+    layers = run_json(main, path, *options, "--kind", "auto")["layers"]
+    assert sorted(layer.get("kind", "mlp") for layer in layers) == ["copy", "mlp", "mlp"]
+    sizes = predictor_file.read_sizes(path / "predictor", 32, record.shape.ffn_sizes, record.fingerprint)
+    assert sizes == ["copy" if "kind" in layer else layer["hidden"] for layer in layers]
+    file = tmp_path / "both.powerinfer.gguf"
+    run_json(pi_convert, path, "-o", file, "--quantize", "f32")
+    texts = [run_json(pi_run, source, "-p", "the cat", "-n", 6)["token_ids"] for source in (path, file)]
+    assert texts[0] == texts[1]
+    placed = run_json(pi_place, file, "--vram", 0.0004, "--reserve", 0, "--sync-seconds", 0)
+    assert Path(placed["gpuidx"]).exists()
 
 
 def quality(density: float) -> Quality:
