@@ -143,7 +143,8 @@ def test_refusal_changes_nothing(tmp_path: Path, workspace: Path, corpus: Path, 
     save_family(tmp_path / "other", "llama", seed=1)
     template, sentence = REFUSALS[case]
     before = contents(tmp_path)
-    assert sentence in refuses(main, *template.format(tmp=tmp_path, pi=workspace, corpus=corpus).split())
+    arguments = [part.format(tmp=tmp_path, pi=workspace, corpus=corpus) for part in template.split()]
+    assert sentence in refuses(main, *arguments)
     assert contents(tmp_path) == before
     assert not list(tmp_path.rglob(".tmp-*"))
 

@@ -127,7 +127,7 @@ def test_calibrated_copies(tmp_path: Path, corpus: Path, run_json: RunJson, fami
 def copied(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
     """A workspace whose predictors are copies."""
     path = profiled(tmp_path_factory.mktemp("copied"), "llama", corpus)
-    arguments = f"{path} --corpus {corpus} --tokens 1500 --window 32 --kind copy --rounds 1".split()
+    arguments = [str(path), "--corpus", str(corpus), *"--tokens 1500 --window 32 --kind copy --rounds 1".split()]
     result = CliRunner().invoke(main, arguments)
     assert result.exit_code == 0, result.output
     assert "copy" in result.stdout and "of the model's bytes in F16" in result.stdout
