@@ -54,8 +54,9 @@ def print_placement(placement: Placement, record: ModelRecord, request: Placemen
         click.echo(_sync_sentence(record, request, machine))
     click.echo(f"{percent(gpu_share_of_firings(placement))} of the profile's firings are served from the GPU")
     click.echo(comparison(placement))
+    unproven = "" if placement.status == "optimal" else f": another may be up to {100 * placement.gap:.2g} % better"
     click.echo(
-        f"objective {placement.objective}: {placement.status}, gap {placement.gap:.1e}, {placement.seconds:.1f} s"
+        f"objective {placement.objective}: {placement.status}, gap {placement.gap:.1e}, {placement.seconds:.1f} s{unproven}"
     )
 
 

@@ -168,6 +168,8 @@ def test_a_millisecond_is_no_proof(workspace, objective):
     )
     assert content["status"] in ("greedy", "feasible") or content["gap"] <= 1e-4
     assert content["status"] != "greedy" or "the greedy placement is used instead" in result.stderr
+    said = f": another may be up to {100 * content['gap']:.2g} % better"
+    assert (said in result.stdout) == (content["status"] != "optimal")
 
 
 def test_a_full_folder_of_temporary_files_is_named(workspace, monkeypatch):
