@@ -142,12 +142,17 @@ def write(
 
 
 def _write_weights(path: Path, layer: int, mlp: MlpWeights) -> None:
-    weights = {"fc1.weight": mlp.fc1.half().contiguous(), "fc2.weight": mlp.fc2.half().contiguous()}
-    if not all(weight.isfinite().all() for weight in weights.values()):
+    save_tensors(path, {"fc1.weight": in_half(mlp.fc1, layer), "fc2.weight": in_half(mlp.fc2, layer)})
+
+
+def in_half(weight: "torch.Tensor", layer: int) -> "torch.Tensor":
+    """*weight* of the predictor of *layer* as it is stored; raises ``PredictorFileError`` if it overflows F16."""
+    half = weight.half().contiguous()
+    if not half.isfinite().all():
         raise PredictorFileError(
             f"the predictor of layer {layer} does not fit in F16: train with a lower --learning-rate or more --tokens"
         )
-    save_tensors(path, weights)
+    return half
 
 
 def read(directory: Path, hidden_size: int, ffn_sizes: Sequence[int], fingerprint: str) -> PredictorSet:

@@ -21,7 +21,7 @@ from pi_toolkit.profiler.errors import CorpusError
 from pi_toolkit.profiler.hf_model import observe_ffn
 from pi_toolkit.profiler.model_families import ModelShape
 from pi_toolkit.profiler.processes import Processes
-from pi_toolkit.profiler.progress_file import ProgressFile
+from pi_toolkit.profiler.progress_file import ProgressError, ProgressFile
 from pi_toolkit.profiler.record import verify_activation
 from pi_toolkit.profiler.token_windows import token_windows, window_batches
 from pi_toolkit.profiler.window_batch import other_text
@@ -80,7 +80,8 @@ class SampleStore:
 
     *tokens* pass by per split, and evenly spread ones are kept, at most *samples* of them (default: all). With *existing*
     the files of another process, or of an earlier one, are opened as they are. Raises ``CorpusError`` when the disk has no
-    room for them, ``OSError`` when another process takes the room meanwhile.
+    room for them, ``OSError`` when another process takes the room meanwhile, ``ProgressError`` when existing files are not
+    what they were.
     """
 
     def __init__(
@@ -165,9 +166,13 @@ class SampleStore:
         hidden, neurons = self.shape.hidden_size, self.shape.ffn_sizes[layer]
 
         def mapped(kind: str, columns: int, dtype: torch.dtype) -> torch.Tensor:
-            path = directory / f"{split}.{layer}.{kind}"
+            path, num_bytes = directory / f"{split}.{layer}.{kind}", rows * columns * dtype.itemsize
             if not existing:
-                reserve(path, rows * columns * dtype.itemsize)
+                reserve(path, num_bytes)
+            elif not path.is_file() or path.stat().st_size != num_bytes:  # torch would fill it up with zeros
+                raise ProgressError(
+                    f"{str(path)!r} is missing or not as it was saved: run the command again without --resume"
+                )
             return torch.from_file(str(path), shared=True, size=rows * columns, dtype=dtype).view(rows, columns)
 
         inputs, firing = mapped("inputs", hidden, torch.bfloat16), mapped("firing", (neurons + 7) // 8, torch.uint8)

@@ -22,6 +22,7 @@ from pi_toolkit.profiler.workspace_lock import locked
 
 from .firing_copy import CopiedLayer
 from .predictor import Quality
+from .predictor_file import in_half
 from .train import TrainedLayer
 
 DIRECTORY = "training-progress"
@@ -56,10 +57,11 @@ class TrainingFiles:
         return TrainedLayer(fc1, fc2, quality, calibration, about["threshold"])
 
     def write_layer(self, layer: int, name: str, trained: PredictedLayer) -> None:
+        """Raises ``PredictorFileError`` if a weight overflows F16."""
         about = {key: asdict(getattr(trained, key)) for key in ("quality", "calibration")}
         weights = {}
         if isinstance(trained, TrainedLayer):
-            weights = {"fc1": trained.fc1.half(), "fc2": trained.fc2.half()}
+            weights = {"fc1": in_half(trained.fc1, layer), "fc2": in_half(trained.fc2, layer)}
         self._file(layer, name).save(weights, about | {"threshold": trained.threshold, "text": self.text})
 
     def _file(self, layer: int, name: str) -> ProgressFile:

@@ -215,6 +215,21 @@ def test_damaged_model_is_named_before_the_training(
     assert {path.name for path in (tmp_path / "pi").iterdir()} == {"model.json"}
 
 
+def test_model_that_says_nothing_is_one_sentence(
+    tmp_path: Path, corpus: Path, quick: list[object], refuses: Refuses
+) -> None:
+    """Prevents a traceback from weights that no file can hold, which inputs that are all zero lead to."""
+    from pi_toolkit.profiler.workspace import describe, write_model
+
+    directory = save_family(tmp_path / "model", "llama")
+    tensors = load_file(directory / "model.safetensors")
+    tensors["model.embed_tokens.weight"].zero_()
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    write_model(Workspace(tmp_path / "pi"), describe(str(directory), None, Checkpoint(directory)))
+    assert "the predictor of layer 0 does not fit in F16" in refuses(main, tmp_path / "pi", *quick)
+    assert {path.name for path in (tmp_path / "pi").iterdir()} == {"model.json"}
+
+
 @pytest.mark.parametrize("hidden", [[], ["--hidden", "32"]])
 def test_damaged_head_is_named_before_the_training(
     tmp_path: Path,

@@ -168,6 +168,28 @@ def test_another_text_is_no_continuation(
     assert run(main, workspace, *given, "--resume").exit_code == 0
 
 
+@pytest.mark.parametrize("damage", [lambda path: path.unlink(), lambda path: os.truncate(path, 100)])
+def test_samples_that_are_gone_are_not_zeros(
+    workspace: Path,
+    options: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    run: Callable[..., Any],
+    damage: Callable[[Path], None],
+) -> None:
+    """Predictors trained on nothing, because the large files were deleted to make room and the small ones were not."""
+    monkeypatch.setattr(ProgressFile, "due", lambda _self: True)
+
+    def interrupt(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("pi_toolkit.predictor_training.adaptive_training.train_layer", interrupt)
+    assert run(main, workspace, *options).exit_code == 1
+    damage(workspace / "training-progress" / "training.1.firing")
+    result = run(main, workspace, *options, "--resume")
+    assert result.exit_code == 1
+    assert "training.1.firing' is missing or not as it was saved: run the command again without" in result.stderr
+
+
 def test_a_resumed_training_keeps_its_dtype(
     model: Path, workspace: Path, options: list[str], monkeypatch: pytest.MonkeyPatch, run: Callable[..., Any]
 ) -> None:
