@@ -200,8 +200,7 @@ def main(
     job = about | {"fingerprint": record.fingerprint, "windows per pass": batch_size, "dtype": dtype_name}
     if processes.is_first:
         note(f"{_task(kind, hidden, shape.num_layers)} for {record.name} on {torch_device}")
-    with connected(processes, torch_device), training_files(place.path, job, resume, processes) as files:
-        processes.require_same("model, options or dtype", str(job), torch_device)
+    with connected(processes, torch_device, job), training_files(place.path, job, resume, processes) as files:
         sampling = files.sampling(processes)
         found = sampling.read() if resume else None
         existing = processes.first_says(found is not None, torch_device)

@@ -138,10 +138,9 @@ def main(
             check_room(shape.num_parameters() * torch_dtype.itemsize, torch_device)
             execution = WholeModel.load(checkpoint, torch_device, torch_dtype)
         with (
-            connected(processes, torch_device),
+            connected(processes, torch_device, (job, batch_size, low_memory)),
             progress_bar("profiling", tokens, shown=processes.is_first) as progress,
         ):
-            processes.require_same("model, options or dtype", str((job, batch_size, low_memory)), torch_device)
             progress.advance(position.tokens)
             recording = record_firings(
                 execution,

@@ -116,10 +116,11 @@ def this_process() -> Processes:
 
 
 @contextmanager
-def connected(processes: Processes, device: "torch.device") -> Iterator[None]:
+def connected(processes: Processes, device: "torch.device", job: object = None) -> Iterator[None]:
     """Inside the block the processes can call each other; *device* is where this one computes.
 
-    Raises ``ProcessesError`` when they do not find each other.
+    Raises ``ProcessesError`` when they do not find each other, and in all of them when they were not asked for the same
+    *job*, for example because the dtype was chosen by the memory of different machines.
     """
     if processes.count == 1:
         yield
@@ -136,6 +137,7 @@ def connected(processes: Processes, device: "torch.device") -> Iterator[None]:
     with _others_may_be_lost():
         torch.distributed.init_process_group(backend, timeout=PATIENCE)
     try:
+        processes.require_same("model, options or dtype", str(job), device)
         yield
     except BaseException:
         if backend == "gloo":  # its threads abort an exit without this; nccl may wait here for a process that is gone

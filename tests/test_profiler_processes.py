@@ -81,3 +81,31 @@ def test_the_threads_of_a_job_end_with_it() -> None:
             check=False,
         )
     assert result.returncode == 0, result.stderr
+
+
+def test_processes_of_two_jobs_do_not_begin() -> None:
+    """Prevents counts in two dtypes from being added up, because "auto" depends on each machine's memory."""
+    program = (
+        "import sys, torch\nfrom pi_toolkit.profiler.processes import ProcessesError, connected, this_process\n"
+        "try:\n"
+        "    with connected(this_process(), torch.device('cpu'), {'dtype': sys.argv[1]}):\n"
+        "        print('began')\n"
+        "except ProcessesError as error:\n"
+        "    print(error.message)"
+    )
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", program, dtype],
+            env=os.environ | meeting | {"RANK": rank, "LOCAL_RANK": rank},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank, dtype in (("0", "float32"), ("1", "bfloat16"))
+    ]
+    for said in [process.communicate(timeout=120)[0] for process in started]:
+        assert said.startswith(
+            "the processes of this job do not have the same model, options or dtype: give every machine"
+        )
