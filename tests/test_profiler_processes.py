@@ -93,19 +93,18 @@ def test_processes_of_two_jobs_do_not_begin() -> None:
         "except ProcessesError as error:\n"
         "    print(error.message)"
     )
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", program, dtype],
-            env=os.environ | meeting | {"RANK": rank, "LOCAL_RANK": rank},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank, dtype in (("0", "float32"), ("1", "bfloat16"))
-    ]
-    for said in [process.communicate(timeout=120)[0] for process in started]:
+    with meeting_point(2) as meeting:
+        started = [
+            subprocess.Popen(
+                [sys.executable, "-c", program, dtype],
+                env=os.environ | meeting | {"RANK": rank, "LOCAL_RANK": rank},
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for rank, dtype in (("0", "float32"), ("1", "bfloat16"))
+        ]
+        outputs = [process.communicate(timeout=600)[0] for process in started]
+    for said in outputs:
         assert said.startswith(
             "the processes of this job do not have the same model, options or dtype: give every machine"
         )
