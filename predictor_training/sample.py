@@ -244,7 +244,8 @@ def collect_samples(
     """
     processes, before = processes or Processes(), dict(position or {})
     digest_before, digest = before.pop("digest", None), hashlib.blake2b(digest_size=16)
-    passed, verified = dict.fromkeys(SPLITS, 0), False
+    passed: dict[str, int] = dict.fromkeys(SPLITS, 0)
+    verified = False
     for split in SPLITS:
         texts = (text for index, text in enumerate(documents(corpus)) if split_of(index) == split)
         windows = token_windows(texts, tokenizer, window, store.room(split))
