@@ -103,14 +103,16 @@ def test_predictors_keep_the_quality(demo: Demo) -> None:
     """Predictors that miss firings, name too many candidates, or cost perplexity on unseen articles."""
     trained = call(pi_train_predictor, demo.workspace.path, "--corpus", CORPUS, "--tokens", "200k")
     layers = trained["layers"]
-    assert sum(layer["recall"] for layer in layers) / len(layers) >= 0.97
+    # Of these 200k tokens: 0.979 and 0.978, at least 0.9765 in a layer; 1.27 and 1.38 candidates per firing.
+    assert all(layer["recall"] >= 0.974 for layer in layers)
+    assert sum(layer["recall"] for layer in layers) / len(layers) >= 0.976
     candidates = sum(layer["density"] for layer in layers)
-    assert candidates <= 1.5 * sum(layer["firing_share"] for layer in layers)
+    assert candidates <= 1.42 * sum(layer["firing_share"] for layer in layers)
     assert trained["predictor_parameters"] <= 0.1 * read_model(demo.workspace).shape.num_parameters()
     found = call(
         pi_eval, demo.workspace.path, "--corpus", CORPUS, "--window", 256, "--tokens", "20k", "--device", "cpu"
     )
-    assert abs(found["delta_percent"]) <= 1.0
+    assert abs(found["delta_percent"]) <= 0.5
     assert found["delta_percent"] != 0.0, "nothing was skipped"
     assert found["top1_agreement"] >= 0.95 and found["alarm"] is None
     for mine, trained_layer in zip(found["layers_on_windows"], layers, strict=True):  # two ways to the same figures
