@@ -173,10 +173,11 @@ void check_step(WeightType type, bool gated, bool parallel) {
     constexpr int64_t hidden = 96, heads = 4, kv_heads = 2, dim = 24, neurons = 70, vocabulary = 50, context = 6, units = 32;
     constexpr int layers = 2, slots = 2;
     std::vector<std::unique_ptr<Weights>> weights;
-    const auto make = [&](int64_t rows, int64_t columns) {
-        weights.push_back(std::make_unique<Weights>(type, rows, columns));
+    const auto make_of = [&](WeightType which, int64_t rows, int64_t columns) {
+        weights.push_back(std::make_unique<Weights>(which, rows, columns));
         return weights.back()->matrix;
     };
+    const auto make = [&](int64_t rows, int64_t columns) { return make_of(type, rows, columns); };
     const std::vector<float> ones(hidden, 1.0f), bias = draw(neurons), angles = draw(context * dim);
     const WeightType cache = type == WeightType::F32 ? WeightType::F32 : WeightType::F16;
     const int64_t cache_bytes = slots * kv_heads * context * packed_row_bytes(cache, dim);
@@ -200,7 +201,10 @@ void check_step(WeightType type, bool gated, bool parallel) {
             return Neurons{make(count, hidden), gated ? make(count, hidden) : Matrix{}, make(count, hidden), gated ? nullptr : b};
         };
         layer.tiers = {tier(neurons - 1, bias.data()), tier(1, bias.data() + neurons - 1)};
-        layer.predictor = {make(units, hidden), make(neurons, units), 0.1f};
+        if (l == 0)
+            layer.predictor = {make(units, hidden), make(neurons, units), nullptr, 0.1f};
+        else
+            layer.predictor = {Matrix{}, make_of(WeightType::Q4_0, neurons, hidden), bias.data(), -0.1f};
         layer.keys = caches[2 * l].data();
         layer.values = caches[2 * l + 1].data();
         model.layers.push_back(layer);
