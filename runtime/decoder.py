@@ -11,6 +11,7 @@ from pi_toolkit.profiler.model_families import ModelShape
 from .gpu_memory import allocating
 from .gpu_step import gpu_step
 from .kernels.native import multiply
+from .kernels.packed_matrix import row_bytes
 from .kernels.sparse_ffn_reference import Mode
 from .kv_cache import KeyValueCache, allowed_keys, cache_dtype, consecutive
 from .native_step import native_step
@@ -20,9 +21,11 @@ from .weights import LayerWeights, ModelWeights
 if TYPE_CHECKING:
     import torch
 
-# Prompts of up to so many tokens go through the native step one by one; beyond, reading the weights once for all pays.
-# 0.95B model, two cores: 8 tokens in F16 predicted 0.13 s one by one and 0.25 s at once, in Q4_0 0.06 and 0.33 s.
-NATIVE_STEPS = 8
+# The native step takes tokens one by one and reads the weights for each; products of whole matrices read them once, but have
+# to make float32 of them. So the fewer bytes a weight has, the longer one by one is sooner: up to so many tokens times bytes
+# per weight. Two cores, 0.95B model, 8 tokens predicted: F16 0.12 s one by one and 0.25 at once, Q4_0 0.05 and 0.28; 48
+# tokens: F16 0.71 and 0.48, Q4_0 0.31 and 0.49; dense, 24 tokens: F16 0.65 and 0.30, Q4_0 0.33 and 0.37.
+ONE_BY_ONE_BYTES: dict[Mode, float] = {"dense": 14.0, "exact": 30.0, "predicted": 30.0}
 
 
 class Decoder:
@@ -37,18 +40,22 @@ class Decoder:
             self.cache = KeyValueCache.allocate(shape, devices, slots, context, cache_dtype(weights.kind))
         self._rotations = {device: rotation_table(shape, device, context) for device in set(devices)}
         self.native = native_step(shape, weights, self.cache, self._rotations, threads)
+        self._bytes_per_weight = row_bytes(weights.kind, shape.hidden_size) / shape.hidden_size
         self.gpu = gpu_step(shape, weights, self.cache, self._rotations)
 
     def step(self, tokens: "torch.Tensor", positions: "torch.Tensor", slots: "torch.Tensor") -> "torch.Tensor":
         """Logits float32 [rows, vocabulary] after the last of *tokens*; arguments as in :meth:`hidden_states`."""
         import torch
 
-        if self.native and tokens.shape[1] <= NATIVE_STEPS:
+        if self.native and self._one_by_one(tokens.numel()):
             each = zip(tokens.tolist(), positions[:, 0].tolist(), slots.tolist(), strict=True)
             return torch.stack([self.native.run(*row, self.mode) for row in each])
         if self.gpu and tokens.shape[1] == 1 and (first_slot := consecutive(slots)) is not None:
             return self.logits(self.gpu.run(tokens[:, 0], positions[:, 0], first_slot, self.mode))
         return self.logits(self.hidden_states(tokens, positions, slots)[:, -1])
+
+    def _one_by_one(self, count: int) -> bool:
+        return count == 1 or count * self._bytes_per_weight <= ONE_BY_ONE_BYTES[self.mode]
 
     def hidden_states(self, tokens: "torch.Tensor", positions: "torch.Tensor", slots: "torch.Tensor") -> "torch.Tensor":
         """Residual stream after the last layer, float32 [rows, tokens, hidden].

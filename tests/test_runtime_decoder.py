@@ -1,5 +1,6 @@
 """The decoder against ``transformers`` for every family, under placements, batches and cut prompts."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import transformers
 from pi_toolkit.predictor_training.predictor_file import PredictorSet
 from pi_toolkit.profiler.checkpoint import Checkpoint
 from pi_toolkit.profiler.hf_model import observe_ffn
+from pi_toolkit.runtime import decoder as decoder_module
 from pi_toolkit.runtime.decoder import Decoder
 from pi_toolkit.runtime.kernels.packed_matrix import Kind
 from pi_toolkit.runtime.kernels.sparse_ffn_reference import Mode
@@ -151,6 +153,20 @@ def test_a_prompt_may_be_cut_anywhere(checkpoint: Checkpoint, tokens: torch.Tens
     decoder.step(tokens[:1, :cut], positions[:, :cut], slot)
     got = decoder.step(tokens[:1, cut:], positions[:, cut:], slot)[0]
     torch.testing.assert_close(got, want, atol=1e-4, rtol=0)
+
+
+def test_both_ways_through_a_prompt_agree(
+    checkpoint: Checkpoint, tokens: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt whose continuation depends on whether it was short enough to go token by token."""
+    positions, slots = torch.arange(TOKENS).expand(3, TOKENS), torch.tensor([2, 0, 3])
+    logits = []
+    for limit in (0.0, math.inf):
+        monkeypatch.setitem(decoder_module.ONE_BY_ONE_BYTES, "exact", limit)
+        decoder = decoder_for(checkpoint, "exact")
+        logits += [decoder.step(tokens, positions, slots), decoder.step(tokens[:, :1], positions[:, :1], slots)]
+    for at_once, one_by_one in zip(logits[:2], logits[2:], strict=True):
+        torch.testing.assert_close(one_by_one, at_once, atol=1e-4, rtol=0)
 
 
 def test_sequences_of_different_length_share_a_step(checkpoint: Checkpoint, tokens: torch.Tensor) -> None:
