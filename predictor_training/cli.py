@@ -16,18 +16,15 @@ from pi_toolkit.profiler.command_line import (
     emit_json,
     json_option,
     note,
-    percent,
-    print_table,
     progress_bar,
     version_option,
 )
 
-from .sizing import ACCURACY, MAX_WIDTH, SHARE_OF_MODEL
+from .sizing import MAX_WIDTH, SHARE_OF_MODEL
 
 if TYPE_CHECKING:
     import torch
 
-    from .predictor_file import LayerQuality
     from .training_files import PredictedLayer
 
 # Documents that nothing was fitted to lose a little more firings than those that chose the threshold: 2.0 to 2.2 instead of
@@ -160,11 +157,11 @@ def main(
     from .firing_copy import FiringCopy, require_copies
     from .masked_perplexity import masked_perplexity
     from .masks import masks_of
-    from .predictor_size import F16_BYTES, predictor_bytes
     from .report import training_report
     from .sample import collect_samples, open_store, split_tokens
     from .train import TrainingOptions
     from .training_files import job_under_way, training_files
+    from .training_result import TrainingResult, predictor_set
 
     if hidden and kind != "mlp":
         raise click.UsageError("--hidden is the width of MLPs: drop it, or use --kind mlp")
@@ -242,22 +239,11 @@ def main(
         report = training_report(record.name, shape, predictors.quality or (), about)
         predictor_file.write(place.predictor, predictors, about, {"report.html": report})
 
-    quality = predictors.quality or ()
-    each = [predictor_bytes(shape.hidden_size, n, q.size) for n, q in zip(shape.ffn_sizes, quality, strict=True)]
-    parameters = sum(num for num, q in zip(each, quality, strict=True) if q.kind == "mlp") // F16_BYTES
-    num_bytes = sum(each)
-    print_quality(quality, num_bytes / (F16_BYTES * shape.num_parameters()))
-    click.echo(f"perplexity on held-out documents {dense:.2f} → {predicted:.2f} ({predicted / dense - 1:+.2%})")
-    failed = failing_layers(quality, recall, rule)
-    announce_failures(failed, recall, None if hidden or rule == "accuracy" else goal.perplexity, predicted / dense - 1)
+    result = TrainingResult(shape, predictors.quality or (), dense, predicted, recall, rule)
+    result.show(None if hidden or rule == "accuracy" else goal.perplexity)
     if as_json:
-        layers = [
-            {k: v for k, v in layer.entry().items() if k != "input" and (k, v) != ("kind", "mlp")} for layer in quality
-        ]
-        result = {"layers": layers, "predictor_parameters": parameters, "predictor_bytes": num_bytes}
-        result |= {"perplexity_dense": dense, "perplexity_predicted": predicted}
-        result |= {"rounds": outcome.rounds, "failed_layers": failed}
-        emit_json(result | {"seconds": time.perf_counter() - began, "workspace": str(workspace)})
+        seconds = time.perf_counter() - began
+        emit_json(result.as_json() | {"rounds": outcome.rounds, "seconds": seconds, "workspace": str(workspace)})
 
 
 def windows_of(corpus: str, split: str, tokenizer: Any, window: int, batch_size: int) -> "Iterator[torch.Tensor]":
@@ -269,25 +255,6 @@ def windows_of(corpus: str, split: str, tokenizer: Any, window: int, batch_size:
     return window_batches(token_windows(texts, tokenizer, window, PERPLEXITY_TOKENS), batch_size)
 
 
-def predictor_set(layers: "list[PredictedLayer]", fingerprint: str) -> Any:
-    """What is written, with the quality on held-out documents."""
-    from .firing_copy import CopiedLayer
-    from .predictor_file import LayerQuality, MlpWeights, PredictorSet, RowsCopy
-
-    found: list[MlpWeights | RowsCopy] = []
-    quality: list[LayerQuality] = []
-    for number, layer in enumerate(layers):
-        q = layer.quality
-        shares = (q.recall, q.precision, q.density, q.firing_share)
-        if isinstance(layer, CopiedLayer):
-            found.append(RowsCopy(layer.threshold))
-            quality.append(LayerQuality(number, 0, *shares, kind="copy", input="normed", threshold=layer.threshold))
-        else:
-            found.append(MlpWeights(layer.fc1, layer.fc2))
-            quality.append(LayerQuality(number, len(layer.fc1), *shares))
-    return PredictorSet(tuple(found), 1.0, fingerprint, tuple(quality))
-
-
 def _task(kind: str, hidden: int | None, layers: int) -> str:
     """What is about to be done."""
     if kind == "copy":
@@ -296,48 +263,6 @@ def _task(kind: str, hidden: int | None, layers: int) -> str:
     return f"training {layers} predictors {size}{' or choosing copies' if kind == 'auto' else ''}"
 
 
-def failing_layers(quality: "tuple[LayerQuality, ...]", recall: float, rule: str) -> list[int]:
-    """Layers whose predictor misses more firings of held-out documents than asked for, or decides wrongly too often."""
-
-    def accuracy(layer: "LayerQuality") -> float:
-        return 1 - layer.firing_share * (1 - layer.recall) - layer.density * (1 - layer.precision)
-
-    return [
-        layer.layer for layer in quality if layer.recall < recall or (rule == "accuracy" and accuracy(layer) < ACCURACY)
-    ]
-
-
-def announce_failures(failed: list[int], recall: float, target: float | None, change: float) -> None:
-    """Say plainly what was asked for and not reached."""
-    if failed:
-        layers = f"layer {failed[0]}" if len(failed) == 1 else f"layers {', '.join(map(str, failed))}"
-        click.echo(f"{layers}: less than was asked for (recall {recall:g}) on held-out documents; more --tokens help")
-    if target and abs(change) > target:
-        click.echo(f"perplexity changes by more than {percent(target)}: more --tokens, --share or --recall help")
-
-
 def batch_size_for(tokens: int) -> int:
     """Samples per optimiser step: 512, or fewer where a short run would otherwise take too few steps to learn at all."""
     return max(32, min(512, tokens // 200))
-
-
-def print_quality(quality: "tuple[LayerQuality, ...]", share_of_model: float) -> None:
-    """One row per layer, then the means over firings and the predictors' size, *share_of_model* of its bytes in F16."""
-    print_table(
-        {
-            "layer": [layer.layer for layer in quality],
-            "width": [layer.size for layer in quality],
-            "recall": [f"{layer.recall:.4f}" for layer in quality],
-            "precision": [f"{layer.precision:.4f}" for layer in quality],
-            "candidates": [percent(layer.density) for layer in quality],
-            "fire": [percent(layer.firing_share) for layer in quality],
-        }
-    )
-    copies = any(layer.kind == "copy" for layer in quality)
-    mean_recall = sum(layer.recall for layer in quality) / len(quality)
-    firing = sum(layer.firing_share for layer in quality)
-    per_firing = sum(layer.density for layer in quality) / firing if firing else 0.0
-    click.echo(
-        f"\nmean recall {mean_recall:.4f} on held-out documents, {per_firing:.2f} candidates per firing, "
-        f"predictors {percent(share_of_model)} of the model's {'bytes in F16' if copies else 'parameters'}"
-    )

@@ -34,7 +34,7 @@ def test_result_and_files(workspace: Path, corpus: Path, run_json: RunJson) -> N
     """Prevents a change of what scripts read from the last line, or of what the next commands read from the disk."""
     before = set(contents(workspace))
     result = run_json(main, workspace, "--corpus", corpus, "--tokens", "1.5k", "--hidden", "64", "--epochs", "3")
-    measured = ["perplexity_dense", "perplexity_predicted", "rounds", "failed_layers"]
+    measured = ["perplexity_dense", "perplexity_predicted", "failed_layers", "rounds"]
     assert list(result) == ["layers", "predictor_parameters", "predictor_bytes", *measured, "seconds", "workspace"]
     for number, layer in enumerate(result["layers"]):
         assert list(layer) == ["layer", "hidden", "recall", "precision", "density", "firing_share"]
