@@ -12,7 +12,9 @@ namespace {
 
 constexpr int64_t FFN_CHUNKS = 16;          // of 2048 floats each: 128 KB of partial sums, which stay in the L2 cache
 constexpr int64_t AHEAD = 8192;             // bytes fetched ahead of the row that is worked on
-constexpr int64_t MULTIPLY_BYTES = 1 << 16;  // of weights per chunk
+// Of weights per chunk of a product: every chunk is a stream that the processor has to notice first (two cores that read 82 GB/s
+// reach 65 with chunks of 64 KB, 77 with 1 MB), and every thread should have several.
+constexpr int64_t LEAST_MULTIPLY_BYTES = 1 << 16, MOST_MULTIPLY_BYTES = 1 << 20, MULTIPLY_CHUNKS_PER_THREAD = 8;
 
 // One chunk's neurons begin..end and the buffers it may use.
 struct Chunk {
@@ -168,7 +170,9 @@ Input PreparedVector::prepare(const RowKernels& kernels, const float* values, in
 
 void multiply(ThreadPool& pool, const RowKernels& kernels, const Matrix& matrix, const Input& x, const float* bias, float* y) {
     const Dot dot = kernels.dot[int(matrix.type)];
-    const int64_t rows = std::max<int64_t>(1, MULTIPLY_BYTES / std::max<int64_t>(1, matrix.stride_bytes));
+    const int64_t stride = std::max<int64_t>(1, matrix.stride_bytes);
+    const int64_t share = matrix.rows * stride / (MULTIPLY_CHUNKS_PER_THREAD * pool.threads());
+    const int64_t rows = std::max<int64_t>(1, std::clamp(share, LEAST_MULTIPLY_BYTES, MOST_MULTIPLY_BYTES) / stride);
     pool.run((matrix.rows + rows - 1) / rows, [&](int64_t chunk) {
         const int64_t end = std::min(matrix.rows, (chunk + 1) * rows);
         for (int64_t r = chunk * rows; r < end; ++r) {
